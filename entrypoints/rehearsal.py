@@ -179,6 +179,7 @@ class _TrainingTrial(Trial):
             self._say(counts(config, len(prompts)))
         self._attempt(container.tool_box)
         self._attempt(container.on_step)
+        self._attempt(container.group_filter)
         self._attempt(container.trackers)
         self._attempt(container.own_optimizers)
         self._attempt(container.tells_teacher)

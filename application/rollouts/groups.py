@@ -18,7 +18,7 @@ from attrs import evolve, field, frozen
 
 from rollgrad.application.rollouts.progress import Progress
 from rollgrad.application.rollouts.slots import EpisodeSlots
-from rollgrad.domain.algorithms.filtering import GroupFilter
+from rollgrad.domain.algorithms.filtering import BY_FUNCTION, GroupFilter
 from rollgrad.domain.control.admission import Admission
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
@@ -94,7 +94,9 @@ class RolloutGroup:
     def rejection(self, group_filter: GroupFilter) -> str | None:
         """Returns the reason why no role of the group is to be trained on, or None."""
         reasons = [group_filter.rejection(group.scores, group.rewards) for group in self.of_roles]
-        return None if None in reasons else reasons[0]
+        if None not in reasons:
+            return reasons[0]
+        return BY_FUNCTION if group_filter.keeps is not None and not group_filter.keeps(self) else None
 
 
 class _Scored(Protocol):

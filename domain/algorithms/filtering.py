@@ -1,6 +1,7 @@
 """Dynamic sampling: the rule that chooses the groups that are trained on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from attrs import frozen
 
@@ -8,6 +9,8 @@ from rollgrad.domain.algorithms.equality import differ, reaches
 
 EMPTY = "empty"
 """Reason for the rejection of a group without any sample."""
+BY_FUNCTION = "by_function"
+"""Reason for the rejection of a group by a function of the user's."""
 
 
 @frozen(kw_only=True)
@@ -17,12 +20,14 @@ class GroupFilter:
     `score_spread`: its scores differ, so that it is neither all right nor all wrong, whatever numbers say so (DAPO, Yu
     et al. 2025, eq. 11); a reply is right from a score of `pass_threshold` on, which only names the rejection.
     `score_range`: its mean score lies strictly between the two; None for any. `need_spread`: its rewards differ.
+    `keeps`: a function of the user's that is true of it, asked about groups that meet the others.
     """
 
     score_spread: bool = False
     pass_threshold: float = 1.0
     score_range: tuple[float, float] | None = None
     need_spread: bool = False
+    keeps: Callable[[Any], object] | None = None
 
     def rejection(self, scores: Sequence[float], rewards: Sequence[float]) -> str | None:
         """Returns the reason why a group is not trained on (`empty`, `too_hard`, `too_easy`, `no_spread`), or None."""

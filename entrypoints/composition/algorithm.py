@@ -38,6 +38,7 @@ from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.ports.models import PolicyObjective
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.composition.models import averaging, following
+from rollgrad.entrypoints.composition.outputs import load_function
 
 
 def make_aggregation(config: RLConfig) -> str:
@@ -129,8 +130,17 @@ def advantage_is_all(config: RLConfig) -> bool:
     )
 
 
-def make_sampling_plan(config: RLConfig) -> SamplingPlan:
-    """Returns the plan by which rollouts play and keep groups."""
+def load_group_filter(config: RLConfig) -> Callable[..., Any] | None:
+    """Returns the function that `algo.dynamic_filtering_path` names; None where it names none.
+
+    Raises:
+        ConfigurationError: there is no such function.
+    """
+    return load_function(config.algo.dynamic_filtering_path, "keep", flag="--algo.dynamic_filtering_path")
+
+
+def make_sampling_plan(config: RLConfig, keeps: Callable[..., Any] | None) -> SamplingPlan:
+    """Returns the plan by which rollouts play groups, and keep those of which `keeps`, if there is one, is true."""
     algo, rollout, train = config.algo, config.rollout, config.train
     ahead = train.max_staleness + 1 if train.async_enable else 1
     return SamplingPlan(
@@ -143,6 +153,7 @@ def make_sampling_plan(config: RLConfig) -> SamplingPlan:
             pass_threshold=config.reward.pass_threshold,
             score_range=algo.dynamic_filtering_range if algo.dynamic_filtering_enable else None,
             need_spread=algo.dynamic_filtering_spread,
+            keeps=keeps,
         ),
         greedy_baseline="greedy_baseline" in estimator_traits(algo.advantage.estimator).needs,
         **({"judge": voted} if config.reward.majority_vote else {}),

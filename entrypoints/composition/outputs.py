@@ -69,18 +69,27 @@ def load_on_step(path: str | None) -> Callable[..., Any] | None:
     Raises:
         ConfigurationError: there is no such function, or it cannot be called with a step.
     """
+    called = load_function(path, "on_step", flag="--train.on_step_path")
+    if called is not None:
+        StepCallback(called)  # which refuses one that cannot be called so
+    return called
+
+
+def load_function(path: str | None, usual: str, *, flag: str) -> Callable[..., Any] | None:
+    """Returns the function that a setting names by its file, and by its name if that is not the usual one; None where
+    the setting names none.
+
+    Raises:
+        ConfigurationError: there is no such function.
+    """
     if path is None:
         return None
     place = FunctionPath.parse(path)
-    name = place.name or "on_step"
-    function: Any = getattr(load_python(place.file, flag="--train.on_step_path"), name, None)
+    name = place.name or usual
+    function: Any = getattr(load_python(place.file, flag=flag), name, None)
     if not callable(function):
-        raise ConfigurationError(
-            f"--train.on_step_path {path} defines no function {name}: name one with --train.on_step_path "
-            f"{place.file}:NAME."
-        )
+        raise ConfigurationError(f"{flag} {path} defines no function {name}: name one with {flag} {place.file}:NAME.")
     called: Callable[..., Any] = function
-    StepCallback(called)  # which refuses one that cannot be called so
     return called
 
 

@@ -43,6 +43,7 @@ from rollgrad.entrypoints.composition.algorithm import (
     advantage_is_all,
     always_scores,
     critic_kind,
+    load_group_filter,
     make_aggregation,
     make_average,
     make_centering,
@@ -238,12 +239,13 @@ class RLContainer(RewardContainer):
         pass_threshold=base.config.provided.reward.pass_threshold,
     )
     sampling = providers.Callable(make_sampling, base.config)
+    group_filter = providers.Singleton(load_group_filter, base.config)
     sampler = providers.Singleton(
         GroupSampler,
         rollout,
         prompts,
         sampling,
-        providers.Callable(make_sampling_plan, base.config),
+        providers.Callable(make_sampling_plan, base.config, group_filter),
         curriculum=providers.Callable(make_curriculum, base.config),
     )
     stream = providers.Singleton(
@@ -251,7 +253,7 @@ class RLContainer(RewardContainer):
         rollout,
         prompts,
         sampling,
-        providers.Callable(make_sampling_plan, base.config),
+        providers.Callable(make_sampling_plan, base.config, group_filter),
         providers.Callable(make_staleness_bound, base.config, rollouts),
         base.clock,
         curriculum=providers.Callable(make_curriculum, base.config),

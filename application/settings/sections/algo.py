@@ -12,7 +12,7 @@ FILTERS_SCORES = Condition(
     "turn on --algo.dynamic_filtering_enable",
 )
 FILTERS = Condition(
-    lambda here, run: here.dynamic_filtering_enable or here.dynamic_filtering_spread,
+    lambda here, run: here.dynamic_filtering_enable or here.dynamic_filtering_spread or here.dynamic_filtering_path,
     "no group is filtered by it",
     "turn on --algo.dynamic_filtering_enable",
 )
@@ -90,6 +90,11 @@ class AlgoConfig:
     )
     dynamic_filtering_spread: bool = setting(
         False, "Train only on groups whose rewards differ; each other one is replaced by a new prompt."
+    )
+    dynamic_filtering_path: str | None = setting(
+        None,
+        "Python file, or module (my_lib.filters), with a function keep(group) that is true of the groups to train on; "
+        "FILE:NAME takes one of another name. Each other group is replaced by a new prompt.",
     )
     dynamic_filtering_budget: float = setting(
         10.0,

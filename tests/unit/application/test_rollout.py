@@ -349,3 +349,14 @@ def test_an_episode_is_truncated_if_one_of_its_branches_is() -> None:
     played = tuple(make_trajectory([1], [2], stop_reason=reason) for reason in (StopReason.STOP, StopReason.LENGTH))
     group = RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1,), text="a"), trajectories=played)
     assert rollout_metrics([group], pass_threshold=0.5)["rollout/truncated_share"] == 1.0
+
+
+def test_a_function_of_ones_own_filters_groups() -> None:
+    def group(*rewards: float) -> RolloutGroup:
+        played = [make_trajectory([1], [2], group_id=0, sample_id=i, rewards=[r]) for i, r in enumerate(rewards)]
+        return RolloutGroup(group_id=0, prompt=Prompt(token_ids=(1,), text="a"), trajectories=tuple(played))
+
+    best = GroupFilter(score_spread=True, keeps=lambda group: max(group.rewards) > 1)
+    assert group(0, 2).rejection(best) is None
+    assert group(0, 1).rejection(best) == "by_function"
+    assert group(2, 2).rejection(best) == "too_easy", "asked of groups that meet the other conditions"

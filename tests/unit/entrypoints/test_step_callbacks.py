@@ -8,6 +8,7 @@ from dependency_injector import providers
 
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.composition.algorithm import make_sampling_plan
 from rollgrad.entrypoints.composition.rl import rl_container
 from rollgrad.entrypoints.composition.sft import sft_container
 from rollgrad.entrypoints.config_io import load_config
@@ -58,6 +59,19 @@ def test_every_trainer_calls_the_function_that_is_named(container: Any, here: Pa
 def test_a_function_that_cannot_be_called_is_refused(path: str, message: str, here: Path) -> None:
     with pytest.raises(ConfigurationError, match=message):
         rl(path).on_step()
+
+
+def test_groups_are_filtered_by_the_function_that_is_named(here: Path) -> None:
+    Path("filters.py").write_text("def keep(group): return group > 1\ndef mine(group): return group > 2\n")
+    config = load_config(RL)
+    for path, kept in {"filters.py": [2, 3], "filters.py:mine": [3]}.items():
+        config.algo.dynamic_filtering_path = path
+        keeps = make_sampling_plan(config, rl_container(config).group_filter()).group_filter.keeps
+        assert keeps is not None
+        assert [group for group in (1, 2, 3) if keeps(group)] == kept
+    config.algo.dynamic_filtering_path = "filters.py:gone"
+    with pytest.raises(ConfigurationError, match=r"dynamic_filtering_path filters.py:gone defines no function gone"):
+        rl_container(config).group_filter()
 
 
 TRACK = """
