@@ -38,6 +38,7 @@ IDLE: Mapping[str, tuple[str, ...]] = {
     f"{REF}.fsdp_config.fsdp_size": ("-1",),
     "engine.fsdp_size": ("-1",),
     f"{ROLLOUT}.mode": ("async", "sync"),
+    f"{ROLLOUT}.agent.default_agent_loop": ("single_turn_agent", "tool_agent"),
     f"{ROLLOUT}.over_sample_rate": ("0", "0.0"),
     "trainer.device": ("cuda",),
     "data.dataloader_num_workers": ("0",),

@@ -71,7 +71,10 @@ SELDOM: Mapping[str, str] = {
     f"{MODEL}.lora": "adapters are those of LoRA: see --actor.lora.rank and its neighbours.",
     **alike("data.sampler data.datagen", LOADER),
     "critic.forward_micro_batch_size": "values are computed as log-probs are.",
-    "custom_reward_function.reward_kwargs": "write them as defaults of the function's parameters.",
+    **alike(
+        "custom_reward_function.reward_kwargs reward.custom_reward_function.reward_kwargs",
+        "write them as defaults of the function's parameters.",
+    ),
     "reward.reward_kwargs": "a reward function reads what its parameters are called: docs/rewards.md.",
     "algorithm.filter_groups.max_inflight_gen_batches": "prompts are replaced one by one.",
     **alike(

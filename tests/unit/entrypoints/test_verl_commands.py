@@ -535,6 +535,7 @@ def test_what_every_run_does_is_not_told() -> None:
     silent = (
         *("data.shuffle=True", "actor_rollout_ref.model.use_remove_padding=True", "trainer.balance_batch=True"),
         *(f"{ROLLOUT}.free_cache_engine=True", "actor_rollout_ref.hybrid_engine=True", f"{ROLLOUT}.mode=async"),
+        f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
         *("trainer.device=cuda", f"{ACTOR}.fsdp_config.fsdp_size=-1", "reward_model.enable=False"),
     )
     assert translated(*silent).notes == translated().notes
@@ -545,6 +546,8 @@ def test_a_reward_function() -> None:
     assert settings("custom_reward_function.path=r.py")["reward.function_path"] == "r.py:compute_score"
     newer = ("reward.custom_reward_function.path=r.py", "reward.custom_reward_function.name=f")
     assert settings(*newer)["reward.function_path"] == "r.py:f"
+    for section in ("custom_reward_function", "reward.custom_reward_function"):
+        assert "as defaults of the function's parameters" in notes(f"+{section}.reward_kwargs.alpha=1")
 
 
 @pytest.mark.parametrize(
