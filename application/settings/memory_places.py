@@ -124,9 +124,10 @@ def shortages(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[str]:
                 f"This may not fit: {place.name} would hold {place.held / MIB:,.0f} MiB at once, and has "
                 f"{place.available / MIB:,.0f}. Lower --train.max_tokens_per_micro_batch (or, where engines share a "
                 "GPU, --vllm.gpu_memory_utilization), turn on --actor.gradient_checkpointing or "
-                "--actor.offload_activations, keep optimizers in the machine's memory (--ds.adam_offload, or "
-                "--train.optimizer_sleeps while engines sample), or divide models over more processes "
-                "(--cluster.enable, --actor.num_gpus_per_node, --ds.zero_stage 3)."
+                "--actor.offload_activations, keep optimizers in the machine's memory (--ds.adam_offload, with FSDP2 "
+                "--cluster.offload, or --train.optimizer_sleeps while engines sample), divide models over more "
+                "processes (--cluster.enable, --actor.num_gpus_per_node, --ds.zero_stage 3), or samples that alone are "
+                "too long for a pass over several (--ds.sequence_parallel_size)."
             )
 
 

@@ -52,6 +52,7 @@ def test_a_run_that_does_not_fit_is_told_the_way_out(tiny_model_dir: Path, monke
         assert short.endswith(f" It would fit with --actor.gradient_checkpointing {kind}.")
     (short,) = said(held[Checkpointing.FULL] - 1)
     assert "--actor.offload_activations" in short
+    assert "(--ds.sequence_parallel_size)" in short, "for samples that are longer than a pass"
     assert "It would fit" not in short
 
 
