@@ -47,7 +47,7 @@ OTHER_COMMANDS: Mapping[str, str] = {
         ("plan", "estimate", "memory"),
         "add --dry_run to rollgrad train rl or another trainer, and --cluster.plan_for where machines are elsewhere.",
     ),
-    **dict.fromkeys(("compare", "diff"), "write rollgrad ui DIR, where the runs are below DIR, and see Compare."),
+    **dict.fromkeys(("compare", "diff"), "write rollgrad ui DIR, where the runs are below DIR, and tick two."),
     **dict.fromkeys(("merge", "merge_adapter"), "write rollgrad merge-lora."),
     "help": "write rollgrad --help.",
     "version": "write rollgrad --version.",

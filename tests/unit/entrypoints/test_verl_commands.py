@@ -269,6 +269,13 @@ def test_one_step_off_policy() -> None:
     assert holds(settings_of(result), expected | others | {"train.num_episodes": 30, "rollout.batch_size": 64})
 
 
+@pytest.mark.parametrize(("older", "newer"), [("main_ppo_sync", "main_ppo"), ("sft_trainer_ray", "sft_trainer")])
+def test_programs_that_read_the_same_settings(older: str, newer: str) -> None:
+    least = SFT_LEAST if newer in SFT else LEAST
+    found = [translate_command(["python3", "-m", f"verl.trainer.{module}", *least]) for module in (older, newer)]
+    assert found[0] == found[1]
+
+
 def test_modes_of_the_trainer() -> None:
     mode, engines = "trainer.v1.trainer_mode=", f"{ROLLOUT}.nnodes=1"
     assert translated(*GROUP, f"{mode}sync").run == translated(*GROUP).run
