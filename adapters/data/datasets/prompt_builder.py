@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 LabelProblem = Callable[[Any, str | None], str | None]
 """Function from a label and its column to a sentence that says why the reward cannot use the label; None if it can."""
 
+IMAGES = ("images", "image")
+"""Usual names of the column of images, which nobody is shown unless data.image_key names it."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages that every chat template is given."""
@@ -139,6 +141,11 @@ class PromptBuilder:
         if data.input_key is None or data.label_key is None:
             labels = "no labels" if found.label is None else f"labels from column {found.label}"
             log.info(f"{datasource}: prompts from column {found.prompt}, {labels}")
+        unread = next((key for key in IMAGES if row.get(key) is not None), None)
+        if data.image_key is None and unread is not None:
+            log.warning(
+                f"{datasource}: the model is not shown the images of column {unread}: set --data.image_key {unread}"
+            )
         return found
 
     def build(self, row: Mapping[str, Any], datasource: str) -> Prompt:

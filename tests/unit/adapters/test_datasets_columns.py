@@ -100,6 +100,25 @@ def test_what_was_found_is_said_once_and_prompts_are_built_from_it(tiny_tokenize
     assert said == []
 
 
+@pytest.mark.parametrize(
+    ("row", "key", "warned"),
+    [
+        (
+            {"images": ["a.png"]},
+            None,
+            "d: the model is not shown the images of column images: set --data.image_key images",
+        ),
+        ({"images": None}, None, None),
+        ({"images": ["a.png"]}, "images", None),
+        ({}, None, None),
+    ],
+)
+def test_images_that_are_not_shown_are_told(row: Any, key: str | None, warned: str | None, tiny_tokenizer: Any) -> None:
+    with capture_logs() as said:
+        PromptBuilder(TemplateCodec(tiny_tokenizer), DataConfig(image_key=key)).found({"prompt": "a", **row}, "d")
+    assert [line["event"] for line in said if line["log_level"] == "warning"] == ([warned] if warned else [])
+
+
 def freeze(prompt: Any) -> Any:
     from types import SimpleNamespace
 
