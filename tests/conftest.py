@@ -118,8 +118,8 @@ def pytest_collection_finish() -> None:
 
 
 def freeze_imports(looked_through: list[int] = [0]) -> None:  # noqa: B006
-    """Leaves what the last tests have imported out of later collections: each run ends with one, which would take a fifth
-    of the run's time."""
+    """Leaves what the last tests have imported out of later collections: each run ends with one, which would take a
+    fifth of the run's time."""
     if len(sys.modules) > looked_through[0] + MANY:
         gc.collect()
         gc.freeze()
