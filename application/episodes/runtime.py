@@ -24,6 +24,8 @@ log = structlog.get_logger(__name__)
 
 QUOTED = 80
 """Largest number of characters of an observation in a warning."""
+EXAMINED = 16
+"""Observations in which marks of the chat template are looked for: it takes the loop of all episodes some time."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -63,7 +65,7 @@ class AgentRuntime:
         self._max_turns = max_turns
         self._max_tokens = max_tokens
         self._renderer = renderer
-        self._told_bare = False
+        self._examined = 0
 
     async def play(
         self,
@@ -163,12 +165,13 @@ class AgentRuntime:
         """Warns once of a text without the chat template's marks, behind a prompt that has them: the model would go on
         in a turn that has ended."""
         prompt = session.prompt
-        if self._told_bare or prompt is None or not prompt.messages or not observation.strip():
+        if self._examined == EXAMINED or prompt is None or not prompt.messages or not observation.strip():
             return
+        self._examined += 1
         of_prompt = prompt.token_ids[1:]  # a token that begins every sequence is no mark
         rendered = self._has_marks(of_prompt) and not isinstance(session.opening, WholePrompt)
         if rendered and not self._has_marks(self._codec.encode(observation)):
-            self._told_bare = True
+            self._examined = EXAMINED
             log.warning(
                 "the environment answers with a text that has no marks of the chat template, which the prompt has, and "
                 "which is put behind the reply as it is: let reset() return prompt.messages, so that it becomes the "
