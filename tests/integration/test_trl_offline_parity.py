@@ -38,6 +38,7 @@ from rollgrad.domain.batches.examples import (
     pack_sequences,
 )
 from rollgrad.domain.episodes.examples import Demonstration, Label, Preference, WeightedTokens
+from rollgrad.domain.episodes.spans import aligned_ends
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 
 LOSS, GRADIENT = 1e-5, 1e-4
@@ -457,3 +458,30 @@ def test_a_teacher_of_own_replies_is_that_of_trls_command(beta: float) -> None:
     torch.testing.assert_close(loss, theirs, rtol=LOSS, atol=LOSS)
     (own,), (wanted,) = torch.autograd.grad(loss, leaf), torch.autograd.grad(theirs, same)
     torch.testing.assert_close(own, wanted, rtol=GRADIENT, atol=GRADIENT)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_and_their_probabilities_are_those_of_gold(seed: int) -> None:
+    """Tokens are grouped as in TRL, which multiplies their probabilities, too, where it is told to ("bayesian")."""
+    from trl.experimental.gold.gold_trainer import GOLDConfig, ULDLoss
+
+    generator = torch.Generator().manual_seed(seed)
+    text = bytes(torch.randint(97, 123, (24,), generator=generator).tolist())
+
+    def cut() -> list[bytes]:
+        places = (torch.rand(len(text) - 1, generator=generator) < 0.4).nonzero()[:, 0].add(1).tolist()
+        return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+    tokenised = cut(), cut()
+    offsets = [[(0, len(b"".join(pieces[: count + 1]))) for count in range(len(pieces))] for pieces in tokenised]
+    groups, others = ULDLoss._align_by_byte_offsets(*offsets)
+    assert aligned_ends(*tokenised) == [(a[-1] + 1, b[-1] + 1) for a, b in zip(groups, others, strict=True)]
+
+    tokens = torch.randint(7, (len(tokenised[0]),), generator=generator)
+    probabilities = torch.rand(len(tokens), 7, generator=generator).softmax(1)
+    loss = ULDLoss(GOLDConfig(uld_token_merge_strategy="bayesian", use_cpu=True, bf16=False, output_dir="unused"))
+    merged = loss._merge_probabilities_with_alignment_groups(probabilities, groups, tokens.tolist())
+    theirs = torch.stack([merged[number, tokens[group[-1]]] for number, group in enumerate(groups)])
+    logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
+    ours = torch.stack([logprobs[group[0] : group[-1] + 1].sum() for group in groups])
+    assert torch.allclose(ours.exp(), theirs, rtol=1e-5)

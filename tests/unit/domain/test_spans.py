@@ -1,5 +1,4 @@
-"""Spans that two tokenisations have in common, and the divergence of their probabilities, against references in float64
-and what TRL does."""
+"""Spans that two tokenisations have in common, and the divergence of their probabilities against float64."""
 
 import math
 
@@ -36,16 +35,6 @@ def test_spans_are_the_shortest_that_write_the_same(text: bytes, one: set[int], 
     assert all(mine == theirs for mine, theirs in written)
     common = {end for end in (one & other) if end < len(text)} | {len(text)}
     assert [len(mine) for mine, _ in written] == sorted(common)
-
-
-@given(text=st.text("abc ", min_size=1, max_size=30), one=PLACES, other=PLACES)
-@settings(max_examples=100, deadline=None)
-def test_spans_are_those_of_trl(text: str, one: set[int], other: set[int]) -> None:
-    gold = pytest.importorskip("trl.experimental.gold.gold_trainer")
-    first, second = (cut(f"x{text}".encode(), places) for places in (one, other))
-    offsets = [[(0, len(b"".join(pieces[: count + 1]))) for count in range(len(pieces))] for pieces in (first, second)]
-    theirs = gold.ULDLoss._align_by_byte_offsets(*offsets)
-    assert aligned_ends(first, second) == [(a[-1] + 1, b[-1] + 1) for a, b in zip(*theirs, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -162,15 +151,3 @@ def test_a_batch_without_spans_is_refused() -> None:
     batch = pack_demonstrations([example([0.0, 1.0])])
     with pytest.raises(ValueError, match="no span_logprobs_N"):
         SpanObjective()(scores(torch.zeros(2)), batch)
-
-
-def test_the_probability_of_a_span_is_that_of_trl() -> None:
-    """TRL merges tokens by the chain rule, too, where it is told to ("bayesian")."""
-    gold = pytest.importorskip("trl.experimental.gold.gold_trainer")
-    loss = gold.ULDLoss(gold.GOLDConfig(uld_token_merge_strategy="bayesian", use_cpu=True, bf16=False, output_dir="x"))
-    probabilities = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)).softmax(1)
-    tokens, groups = [3, 1, 6, 0, 2], [[0, 1], [2], [3, 4]]
-    merged = loss._merge_probabilities_with_alignment_groups(probabilities, groups, tokens)
-    ours = [probabilities[group, [tokens[place] for place in group]].log().sum().exp() for group in groups]
-    theirs = [merged[number, tokens[group[-1]]] for number, group in enumerate(groups)]
-    assert torch.allclose(torch.stack(ours), torch.stack(theirs))
