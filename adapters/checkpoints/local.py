@@ -45,6 +45,9 @@ from rollgrad.domain.ports.models import PolicyModel, ValueModel
 REPLACED = ("model", "best", f"{MODEL_OF_STEP}*", "*.state.json", METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, RUN_FILE)
 """Patterns of the files and directories of `output_dir` that are replaced whole."""
 BYTES_PER_GIB = 2**30
+STATE_OF_MODEL = 8
+"""Times that a training state has the bytes of its model at most: 16 of a parameter, with moving averages, against
+2."""
 REPLACED_STATES = (f"{TRAINING_STATE}*", OLD_TRAINING_STATE)
 
 Written = TypeVar("Written")
@@ -195,10 +198,12 @@ class LocalCheckpointStore(CheckpointStore):
         return attempt()
 
     def _model_bytes(self) -> int | None:
-        """Returns the size of the largest model that was saved, None before the first."""
+        """Returns the size of the largest model that was saved, before the first the least that one has by the newest
+        training state; None without any."""
         names = (self._root / name for name in (FINAL_MODEL, BEST_MODEL))
         saved = [*(path for _, path in numbered(self._root, MODEL_OF_STEP)), *names]
-        return max(map(size_of, saved)) or None
+        states = [path for _, path in numbered(self._states, TRAINING_STATE)][:1]
+        return max(map(size_of, saved)) or sum(size_of(path) // STATE_OF_MODEL for path in states) or None
 
     def _state_file(self, name: str) -> Path:
         return self._root / f"{name}.state.json"

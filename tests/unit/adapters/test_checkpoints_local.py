@@ -145,6 +145,13 @@ def test_so_much_room_is_made_as_a_state_or_a_model_like_the_one_before_lacks(
     with pytest.raises(CheckpointError):
         save(store, Policy("b", tmp_path / "model", full))
     assert lacks[2] is None, "a user's quota is full, and not the disk"
+    shutil.rmtree(tmp_path / "model")
+    (tmp_path / "training_state_1").mkdir()
+    (tmp_path / "training_state_1" / "state.pt").write_bytes(bytes(8 * 10**6))
+    empty.f_bfree = empty.f_bavail = 3
+    with pytest.raises(CheckpointError):
+        save(store, Policy("b", tmp_path / "model", full))
+    assert lacks[3] == int(1.01 * 10**6) + 2**20 - free, "a first model takes an eighth of a state at least"
 
 
 def test_the_model_of_a_runs_end_is_written_elsewhere_rather_than_lost(tmp_path: Path, temporary: Path) -> None:
