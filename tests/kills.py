@@ -4,6 +4,7 @@
     python -m tests.kills --only cluster --kills 8
     python -m tests.kills --only grpo --kills 4 --seed 7
     python -m tests.kills --only "partial rollouts in a cluster" --kills 6
+    python -m tests.kills --only "partial rollouts of vLLM" --kills 4
 
 In turn, each at a random moment: in an update and while a training state is saved, both after the first state; while
 a model is saved; where the engine has a copy of the weights, while they are sent; and anywhere. Runs whose replies go
@@ -50,11 +51,12 @@ PLACES = {
     "training state": (*STORE, "save_training"),
     "model": (*STORE, "save_model"),
     "weights sent": ("rollgrad.adapters.engines.embedded.weights", "CopiedWeights", "push"),
+    "weights sent to engines": ("rollgrad.adapters.weights.channel", "FleetWeights", "push"),
 }
 """Module, class and method of what is worth to be killed in."""
 WORKER = "ray::RankWorker"
 """Title of the processes among which a cluster divides a model."""
-OF_WORKERS = ("update", "weights sent")
+OF_WORKERS = ("update", "weights sent", "weights sent to engines")
 """Places in which such a process is killed, too."""
 DEADLINE_SECONDS = 900.0
 """Longest time of one run, on a machine that other work keeps busy."""
@@ -98,13 +100,16 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 CLUSTERS = {
     "cluster": CLUSTER,
     "partial rollouts in a cluster": merged(CLUSTER, KINDS[PARTIAL]),
+    "partial rollouts of vLLM": merged(merged(CLUSTER, KINDS[PARTIAL]), {"rollout": {"engine": "vllm"}}),
 }
 
 
 def make_workspace(directory: Path) -> None:
     from tests.tiny_models import make_tiny_tokenizer, tiny_llama
 
-    tiny_llama(make_tiny_tokenizer(), directory / "actor", head_dim=16)
+    tokenizer = make_tiny_tokenizer()
+    tiny_llama(tokenizer, directory / "actor", head_dim=16)
+    tiny_llama(tokenizer, directory / "of vLLM", head_dim=32)
     (directory / "prompts.jsonl").write_text("\n".join(json.dumps({"input": f"Say {n}."}) for n in range(9)))
     (directory / "reward.py").write_text(REWARD)
     places = {
@@ -115,6 +120,8 @@ def make_workspace(directory: Path) -> None:
     }
     for kind, settings in {**KINDS, **CLUSTERS}.items():
         config = merged(merged(COMMON, places), settings)
+        if config["rollout"].get("engine") == "vllm":
+            config["actor"]["model_name_or_path"] = str(directory / "of vLLM")
         (directory / f"{kind}.yaml").write_text(yaml.safe_dump(config))
 
 
