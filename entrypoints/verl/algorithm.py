@@ -42,6 +42,9 @@ LEVELS = {
 
 POLICY_LOSS = f"{ACTOR}.policy_loss"
 
+MAX_RATIO = 20
+"""Ratio at which DPPO's weight of a token is truncated here, as the paper's authors advise a large one."""
+
 
 def translate_algorithm(draft: RLDraft) -> None:
     """Sets `algo`, `critic`, and the actor's loss, optimizer and adapters.
@@ -133,8 +136,14 @@ def _policy_loss(draft: RLDraft) -> None:
     else:
         for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
             draft.lose(f"{ACTOR}.{key}", f"the {loss} loss does not clip")
+    bound = draft.value(f"{ACTOR}.clip_ratio_c")
     if "dual_clip" in traits.uses:
-        draft.set("actor.dual_clip", draft.value(f"{ACTOR}.clip_ratio_c"))
+        draft.set("actor.dual_clip", bound)
+    elif loss in ("dppo_tv", "dppo_kl"):
+        if bound != MAX_RATIO:
+            draft.changed.append(
+                f"{loss}: ratios weigh up to {MAX_RATIO}, in verl up to clip_ratio_c, which is {bound}"
+            )
     else:
         draft.lose(f"{ACTOR}.clip_ratio_c", f"the {loss} loss has no such bound here")
     _settings_of_losses(draft, loss)

@@ -510,6 +510,12 @@ def test_groups_are_filtered_by_rewards_or_by_scores() -> None:
         assert [found[name] for name in expected] == [True, False]
 
 
+def test_the_bound_of_dppos_ratios_is_told() -> None:
+    dppo = (*GROUP, f"{ACTOR}.policy_loss.loss_mode=dppo_tv")
+    assert "dppo_tv: ratios weigh up to 20, in verl up to clip_ratio_c, which is 3.0" in notes(*dppo)
+    assert "ratios weigh" not in notes(*dppo, f"{ACTOR}.clip_ratio_c=20")
+
+
 def test_warm_up_and_schedule() -> None:
     found = settings(
         f"{ACTOR}.optim.lr_warmup_steps=10",
