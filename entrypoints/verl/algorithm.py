@@ -309,10 +309,13 @@ def _correction(draft: RLDraft) -> None:
         ConfigurationError: there is no such level or threshold.
     """
     bypasses = draft.value("algorithm.rollout_correction.bypass_mode", False)
-    bypasses = bypasses or draft.value(f"{POLICY_LOSS}.loss_mode") == "bypass_mode"
+    bypasses, rejects = bypasses or draft.value(f"{POLICY_LOSS}.loss_mode") == "bypass_mode", draft.asks(RS)
     if bypasses:
         draft.set("algo.old_logprobs", "rollout")
-    rejects = draft.asks(RS)
+        if not rejects:
+            for name in (IS, f"{IS}_threshold", f"{RS}_threshold"):
+                draft.lose(name, "the loss's own ratio is against the policy that sampled, in verl too")
+            return
     name = RS if rejects else IS
     if not draft.asks(name):
         for lost in (f"{IS}_threshold", f"{RS}_threshold"):

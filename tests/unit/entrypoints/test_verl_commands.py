@@ -510,6 +510,13 @@ def test_groups_are_filtered_by_rewards_or_by_scores() -> None:
         assert [found[name] for name in expected] == [True, False]
 
 
+def test_bypass_mode_weighs_by_the_losss_own_ratio() -> None:
+    bypass = ("algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.rollout_is=token")
+    found = settings(*GROUP, *bypass)
+    assert holds(found, {"algo.old_logprobs": "rollout", "algo.correction.level": "auto"})
+    assert "rollout_is=token: the loss's own ratio is against the policy that sampled" in notes(*GROUP, *bypass)
+
+
 def test_the_bound_of_dppos_ratios_is_told() -> None:
     dppo = (*GROUP, f"{ACTOR}.policy_loss.loss_mode=dppo_tv")
     assert "dppo_tv: ratios weigh up to 20, in verl up to clip_ratio_c, which is 3.0" in notes(*dppo)
