@@ -13,7 +13,6 @@ from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError, MissingExtraError
 from rollgrad.domain.settings import own_first
 from rollgrad.entrypoints.cli.listening import ListeningArguments, serve
-from rollgrad.entrypoints.named_paths import check_model
 
 if TYPE_CHECKING:
     from rollgrad.adapters.servers.server import App
@@ -54,6 +53,8 @@ def serve_tinker(arguments: ServeTinkerArguments) -> None:
         raise ConfigurationError(f"--batch_tokens is {arguments.batch_tokens}, but it must be 1 or more.")
     if importlib.util.find_spec("tinker") is None:
         raise MissingExtraError("rollgrad serve tinker needs the package tinker: pip install rollgrad[tinker].")
+    from rollgrad.entrypoints.named_paths import check_model
+
     check_model("model", arguments.model)
     serve(lambda: _loaded_app(arguments), arguments, "Tinker server")
 

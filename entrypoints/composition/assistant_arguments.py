@@ -13,7 +13,6 @@ from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.messages import RESULT_CHARACTERS
 from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.domain.settings import FREE
-from rollgrad.entrypoints.named_paths import check_model
 
 VLLM_FLAGS = (
     *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len"),
@@ -130,6 +129,8 @@ class AssistantArguments:
         self.params()
         # Of a server's model the tokenizer's files are enough.
         if self.engine is not Engine.SERVER or not Path(self.model).expanduser().is_dir():
+            from rollgrad.entrypoints.named_paths import check_model
+
             check_model("model", self.model)
 
     @staticmethod
