@@ -1,11 +1,13 @@
 """Makes the objects of an algorithm from its settings."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from attrs import evolve
 from torch import Tensor
 
+from rollgrad.application.foreign import foreign_code
 from rollgrad.application.rollouts.sampler import SamplingPlan
 from rollgrad.application.rollouts.voting import voted
 from rollgrad.application.settings.correction import correction_level
@@ -35,6 +37,7 @@ from rollgrad.domain.control.kl_weight import KLController
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.control.staleness import StalenessBound
 from rollgrad.domain.episodes.generation import SamplingParams
+from rollgrad.domain.errors import ConfigurationError, ForeignError
 from rollgrad.domain.ports.models import PolicyObjective
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.composition.models import averaging, following
@@ -131,12 +134,28 @@ def advantage_is_all(config: RLConfig) -> bool:
 
 
 def load_group_filter(config: RLConfig) -> Callable[..., Any] | None:
-    """Returns the function that `algo.dynamic_filtering_path` names; None where it names none.
+    """Returns the function that `algo.dynamic_filtering_path` names; None where it names none. Where it fails, it
+    raises a ForeignError.
 
     Raises:
-        ConfigurationError: there is no such function.
+        ConfigurationError: there is no such function, or it cannot be called with a group.
     """
-    return load_function(config.algo.dynamic_filtering_path, "keep", flag="--algo.dynamic_filtering_path")
+    flag = "--algo.dynamic_filtering_path"
+    function = load_function(config.algo.dynamic_filtering_path, "keep", flag=flag)
+    if function is None:
+        return None
+    if inspect.iscoroutinefunction(function):
+        raise ConfigurationError(f"{flag} names a coroutine function, which nobody awaits: write def keep(group).")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigurationError(f"{flag}: the function cannot be called with a group ({error}).") from error
+
+    def keeps(group: object) -> bool:
+        with foreign_code(lambda words: ForeignError(f"{flag}: the function failed: {words}"), located=True):
+            return bool(function(group))
+
+    return keeps
 
 
 def make_sampling_plan(config: RLConfig, keeps: Callable[..., Any] | None) -> SamplingPlan:

@@ -7,7 +7,7 @@ import pytest
 from dependency_injector import providers
 
 from rollgrad.application.settings.sft import SFTRun
-from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.errors import ConfigurationError, ForeignError
 from rollgrad.entrypoints.composition.algorithm import make_sampling_plan
 from rollgrad.entrypoints.composition.rl import rl_container
 from rollgrad.entrypoints.composition.sft import sft_container
@@ -69,9 +69,32 @@ def test_groups_are_filtered_by_the_function_that_is_named(here: Path) -> None:
         keeps = make_sampling_plan(config, rl_container(config).group_filter()).group_filter.keeps
         assert keeps is not None
         assert [group for group in (1, 2, 3) if keeps(group)] == kept
-    config.algo.dynamic_filtering_path = "filters.py:gone"
-    with pytest.raises(ConfigurationError, match=r"dynamic_filtering_path filters.py:gone defines no function gone"):
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("", r"dynamic_filtering_path filters.py defines no function keep"),
+        ("def keep(): return True", r"cannot be called with a group \(too many positional arguments\)"),
+        ("async def keep(group): return True", "names a coroutine function, which nobody awaits"),
+    ],
+)
+def test_a_filter_that_cannot_be_asked_is_refused(function: str, message: str, here: Path) -> None:
+    Path("filters.py").write_text(function)
+    config = load_config(RL)
+    config.algo.dynamic_filtering_path = "filters.py"
+    with pytest.raises(ConfigurationError, match=message):
         rl_container(config).group_filter()
+
+
+def test_a_filter_that_fails_is_named_with_its_line(here: Path) -> None:
+    Path("filters.py").write_text("def keep(group):\n    return group.gone\n")
+    config = load_config(RL)
+    config.algo.dynamic_filtering_path = "filters.py"
+    keeps = rl_container(config).group_filter()
+    assert keeps is not None
+    with pytest.raises(ForeignError, match=r"the function failed: AttributeError.*'gone'.*filters.py, line 2"):
+        keeps(1)
 
 
 TRACK = """
