@@ -104,14 +104,15 @@ class HttpReward(RewardSource):
         waiting = [answer for _, answer in batch]
         try:
             with foreign_code(lambda words: RewardError(f"The reward server's answer cannot be used: {words}.")):
-                rewards = await self._judge([request for request, _ in batch])
+                judged = await self._judge([request for request, _ in batch])
+                rewards = [self._or_failure_value(reward) for reward in judged]
         except RewardError as error:
-            rewards = [error] * len(batch)
+            rewards = [self._or_failure_value(error)] * len(batch)
         except BaseException:  # a cancellation
             for answer in waiting:
                 answer.cancel()
             raise
-        for answer, reward in zip(waiting, map(self._or_failure_value, rewards), strict=True):
+        for answer, reward in zip(waiting, rewards, strict=True):
             if answer.done():
                 continue
             if isinstance(reward, RewardError):

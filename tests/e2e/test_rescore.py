@@ -97,7 +97,7 @@ def test_rewards_anew(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     for words, sentence in (
         ([], "rescore takes the directory of a run"),
-        (["elsewhere"], "config.yaml is missing"),
+        (["elsewhere"], "'elsewhere' holds no run: name the directory of one"),
         (["out", "--reward.function_path", "missing.py"], "missing.py"),
         (["out", "--reward.verifer", "math"], "--reward.verifer"),
     ):

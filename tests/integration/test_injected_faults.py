@@ -182,7 +182,7 @@ REWARD_PLACES = [
     (JudgeServers, "_http"),
     (httpx2.AsyncClient, "post"),
     (httpx2.Response, "json"),
-    (RewardParser, "parse"),
+    (RewardParser, "parse_each"),
     (RewardParser, "_numbers"),
     (http_reward, "evolve"),
 ]
