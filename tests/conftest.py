@@ -32,6 +32,8 @@ LARGE = 2**30
 """Bytes of a test process that has more to give back than it takes to look."""
 MANY = 100
 """Modules imported since garbage was last looked for, after which it no longer is in them."""
+FROZEN = pytest.StashKey[int]()
+"""How many modules there were then."""
 
 
 RAY = (
@@ -117,20 +119,20 @@ def pytest_collection_finish() -> None:
         raise pytest.UsageError(f"A test module imports {', '.join(found)}: import it in a fixture or in the tests.")
 
 
-def freeze_imports(looked_through: list[int] = [0]) -> None:  # noqa: B006
+def freeze_imports(stash: pytest.Stash) -> None:
     """Leaves what the last tests have imported out of later collections: each run ends with one, which would take a
     fifth of the run's time."""
-    if len(sys.modules) > looked_through[0] + MANY:
+    if len(sys.modules) > stash.get(FROZEN, 0) + MANY:
         gc.collect()
         gc.freeze()
-        looked_through[0] = len(sys.modules)
+        stash[FROZEN] = len(sys.modules)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """The Makefile leaves out what needs a GPU where there is none; whoever runs a file alone need not."""
     import torch
 
-    freeze_imports()
+    freeze_imports(item.config.stash)
 
     if item.get_closest_marker("gpu"):
         if not torch.cuda.is_available():
