@@ -42,17 +42,16 @@ def _is_byte_level(decoder: Any) -> bool:
 
 
 def _of_byte_characters(piece: str) -> bytes:
-    bytes_ = byte_characters()
+    bytes_ = _byte_characters()
     return b"".join(bytes((bytes_[one],)) if one in bytes_ else one.encode() for one in piece)
 
 
 @cache
-def byte_characters() -> dict[str, int]:
-    """Returns the byte that each character of a byte-level vocabulary stands for: itself where it is printed, and the
-    others, in their order, are the characters from 256 on."""
-    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}
+def _byte_characters() -> dict[str, int]:
+    """Returns the byte that each character of a byte-level vocabulary stands for."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def _of_piece(piece: str) -> bytes:
