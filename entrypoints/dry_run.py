@@ -326,7 +326,7 @@ def _time_floor(
     )
 
 
-def _memory_table(rows: list[RoleMemory], planned: PlannedMachine, optimizers: str) -> "Table":
+def _memory_table(rows: list[RoleMemory], planned: PlannedMachine, more: str) -> "Table":
     from rich.table import Table
 
     title = f"Memory plan: MiB of one process{planned.heading}"
@@ -336,7 +336,7 @@ def _memory_table(rows: list[RoleMemory], planned: PlannedMachine, optimizers: s
         padding=0,  # so that the headings fit into 80 columns
     )
     aside = {"loading": attrgetter("loading"), "offloaded": attrgetter("offloaded"), "at rest": attrgetter("rests")}
-    notes = ["activations: and what ZeRO gathers for a pass; of engines, keys and values" + optimizers]
+    notes = ["activations: and what ZeRO gathers for a pass; of engines, keys and values" + more]
     for row in rows:
         shares = any(other.device == row.device for other in rows if other is not row)
         where = "memory" if not planned.machine.gpu else "shared GPU" if shares else "GPU"

@@ -131,12 +131,13 @@ class Trial:
         kinds = reward_kinds(config, spec)
         if "model" in kinds:
             self._attempt(lambda: check_reward_model(config), "reward.model_name_or_path")
-        for kind in UNASKED.keys() & kinds:
+        unasked = [kind for kind in kinds if kind in UNASKED]
+        for kind in unasked:
             if kind != "model":
                 self._attempt(sources[kind])
             self._say(UNASKED[kind])
         rewards = self._attempt(lambda: named_rewards(config, spec, sources, UNASKED), "reward.function_path") or {}
-        if len(rewards) > 1 and not UNASKED.keys() & kinds:
+        if len(rewards) > 1 and not unasked:
             rewards["all together"] = WeightedRewards({**rewards}, config.reward.weights)
         for name, reward in rewards.items():
             whose = f" ({name})" if len(config.reward.sources) > 1 else ""

@@ -20,7 +20,7 @@ from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.http import HttpReward
 from rollgrad.adapters.rewards.judge import JudgePrompt, LLMJudge
 from rollgrad.adapters.rewards.weighted import WeightedRewards
-from rollgrad.application.settings.function_path import FunctionPath, several
+from rollgrad.application.settings.function_path import several
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.reward import StepReward
 from rollgrad.domain.algorithms.catalogue import estimator_traits
@@ -55,7 +55,7 @@ def make_functions(config: RLConfig) -> dict[str, FunctionReward]:
     reward, paths = config.reward, several(config.reward.function_path)
     if len(reward.sources) == 1:
         return {path: FunctionReward.load(path, timeout=reward.timeout, weights=reward.weights) for path in paths}
-    names = [FunctionPath.parse(path).part for path in paths]
+    names = [name for key, name in reward.sources if key == "function_path"]
     return {
         name: FunctionReward.load(path, timeout=reward.timeout, name=name)
         for name, path in zip(names, paths, strict=True)
