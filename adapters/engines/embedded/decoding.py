@@ -21,7 +21,6 @@ from rollgrad.adapters.models.torch.compatibility import (
     allowed_gap,
     foreign_code,
     joint_logits,
-    logit_form,
     logit_gap,
     lowered_limits,
     probe_tokens,
@@ -29,6 +28,7 @@ from rollgrad.adapters.models.torch.compatibility import (
 from rollgrad.adapters.models.torch.image_attention import make_plan
 from rollgrad.adapters.models.torch.images import has_own_positions, own_positions, run_body
 from rollgrad.adapters.models.torch.layout import Node, prefill_layout
+from rollgrad.adapters.models.torch.logits import logit_form
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.recurrence import ForestRecurrence, Recurrence

@@ -1,4 +1,4 @@
-"""Checks that training computes the same as a transformers model, and finds the formula of its logits.
+"""Checks that training computes the same as a transformers model.
 
 A freshly loaded model is compared with itself: its own forward pass over one sequence at a time, and a pack of
 sequences of several lengths that share a beginning; where that differs, padded sequences. Limits in the configuration,
@@ -24,7 +24,7 @@ from rollgrad.adapters.models.torch.attention import (
     use_attention,
 )
 from rollgrad.adapters.models.torch.layout import prefill_layout
-from rollgrad.adapters.models.torch.logits import LogitForm
+from rollgrad.adapters.models.torch.logits import logit_form
 from rollgrad.adapters.models.torch.norms import install_norms
 from rollgrad.adapters.models.torch.padded import (
     check_rows,
@@ -241,83 +241,10 @@ def foreign_code() -> Iterator[None]:
 
 def _is_own(error: Exception) -> bool:
     """Returns whether the code that raised an error, or called what raised it in torch, is rollgrad's beside this
-    module, which reads what models return."""
+    module and that of `logit_form`, which read what models return."""
     modules: list[str] = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = [name for name in modules if name.partition(".")[0] != "torch"][-1]
-    return last.startswith("rollgrad.") and last != __name__
-
-
-def logit_form(model: Any) -> LogitForm:
-    """Returns the formula of a causal language model's logits. It is found by giving known numbers to the head and the
-    code after it; no layer computes anything.
-
-    Raises:
-        ConfigurationError: the formula is something else than a factor and a cap.
-    """
-    head = model.get_output_embeddings()
-    if getattr(head, "weight", None) is None:
-        raise ConfigurationError("it has no output embedding, which maps its last hidden states to logits.")
-    if not hasattr(head, "bias"):
-        raise ConfigurationError("its output embedding is no linear layer.")
-    bodies, weight = {backbone(model), model.get_decoder()} - {model}, next(model.parameters())
-    vocabulary, width = head.weight.shape
-    # Three rows: numbers too small for a cap to matter, a ramp, and numbers that any cap limits.
-    given_TV = torch.stack(
-        [torch.full((vocabulary,), 2.0**-12), torch.linspace(-50, 50, vocabulary), torch.full((vocabulary,), 1e6)]
-    ).to(weight.device)
-    hidden_TH = (torch.arange(3 * width, device=weight.device) % 7 - 3.0).view(3, width)
-    seen: list[Tensor] = []
-
-    def of_head(hidden: Tensor) -> Tensor:
-        seen.append(hidden)
-        return given_TV[None]
-
-    try:
-        head.forward = of_head
-        for body in bodies:  # OPT's calls its decoder directly
-            body.forward = lambda *_, **__: _Hidden(hidden_TH[None])
-        with torch.no_grad():
-            found_TV = model(input_ids=torch.zeros(1, 3, dtype=torch.int64, device=weight.device)).logits[0].float()
-    finally:
-        for part in (*bodies, head):
-            vars(part).pop("forward", None)
-    if len(seen) != 1 or seen[0][0].shape != hidden_TH.shape or found_TV.shape != given_TV.shape:
-        raise ConfigurationError("its logits are not one product of the last hidden states and the output embedding.")
-    factor = float(seen[0][0, 0, 6]) / float(hidden_TH[0, 6])
-    if not torch.allclose(seen[0][0].float(), hidden_TH * factor, rtol=1e-2) or (
-        factor != 1.0 and head.bias is not None
-    ):
-        raise ConfigurationError("it computes something between its last hidden states and its output embedding.")
-    scale, cap = float(found_TV[0, 0]) * 2**12, float(found_TV[2, 0])
-    form = LogitForm(
-        scale=_rounded(scale * factor),
-        cap=None if cap > 0.5e6 * scale else _rounded(cap),
-        float32=getattr(model, "float32_head", False),
-    )
-    expected_TV = given_TV * scale
-    if form.cap is not None:
-        expected_TV = torch.tanh(expected_TV / form.cap) * form.cap
-    if not torch.allclose(found_TV, expected_TV, rtol=1e-4):
-        raise ConfigurationError("its logits are neither scaled nor capped products with the output embedding.")
-    return form
-
-
-def _rounded(number: float) -> float:
-    """Rounds away the error of measuring in float32."""
-    return float(f"{number:.6g}")
-
-
-class _Hidden:
-    """Stand-in for the output of a model's body, of which only the last hidden states are set."""
-
-    def __init__(self, hidden_BTH: Tensor) -> None:
-        self.last_hidden_state = hidden_BTH
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.last_hidden_state
+    return last.startswith("rollgrad.") and last not in (__name__, logit_form.__module__)
 
 
 def usable_positions(config: Any) -> int | None:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from rollgrad.adapters.models.torch import chunked_logprobs, fusing
 from rollgrad.adapters.models.torch.chunked_logprobs import NO_CHANCE, of_product, pulled_back
-from rollgrad.adapters.models.torch.compatibility import logit_form
-from rollgrad.adapters.models.torch.logits import WHOLE_VOCABULARY, LogitForm, VocabularyShare
+from rollgrad.adapters.models.torch.logits import WHOLE_VOCABULARY, LogitForm, VocabularyShare, logit_form
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.application.settings.memory_plan_passes import DISTILLED_SLICES
 from rollgrad.domain.algorithms.losses.distillation import divergence, with_rest

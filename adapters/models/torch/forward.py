@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.allowed_tokens import allowed_tokens
 from rollgrad.adapters.models.torch.attention import backbone
-from rollgrad.adapters.models.torch.compatibility import check_positions, logit_form
+from rollgrad.adapters.models.torch.compatibility import check_positions
 from rollgrad.adapters.models.torch.distillation import KeptTeacher, Logits, Targets, Teacher
 from rollgrad.adapters.models.torch.expert_balance import chosen_experts, routed, token_counts
 from rollgrad.adapters.models.torch.images import batch_positions, run_body
 from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.logits import logit_form
 from rollgrad.adapters.models.torch.moving import to_device
 from rollgrad.adapters.models.torch.padded import is_padded, padded_layout, padded_outputs
 from rollgrad.adapters.models.torch.router_replay import router_replay

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.attention import install_attention, use_attention
-from rollgrad.adapters.models.torch.compatibility import TOLERANCE, foreign_code, logit_form, logit_gap
+from rollgrad.adapters.models.torch.compatibility import TOLERANCE, foreign_code, logit_gap
 from rollgrad.adapters.models.torch.image_attention import make_plan
 from rollgrad.adapters.models.torch.images import batch_positions, run_body
 from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.logits import logit_form
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.weight_shards import together, whole_layers
 from rollgrad.domain.batches.examples import pack_sequences

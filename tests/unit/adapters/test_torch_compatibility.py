@@ -10,9 +10,9 @@ from attrs import evolve
 from rollgrad.adapters.engines.embedded import decoding, plans
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.models.torch import attention
-from rollgrad.adapters.models.torch.compatibility import check_positions, logit_form
+from rollgrad.adapters.models.torch.compatibility import check_positions
 from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.logits import LogitForm
+from rollgrad.adapters.models.torch.logits import LogitForm, logit_form
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.adapters.models.torch.score_form import ScoreForm

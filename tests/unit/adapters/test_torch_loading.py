@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollgrad.adapters.models.torch.attention import ATTENTION, attention_forward, install_attention
-from rollgrad.adapters.models.torch.compatibility import logit_form, usable_positions
+from rollgrad.adapters.models.torch.compatibility import usable_positions
 from rollgrad.adapters.models.torch.loading import (
     _from_pretrained,
     load_causal_lm,
@@ -16,7 +16,7 @@ from rollgrad.adapters.models.torch.loading import (
     load_tokenizer,
     resolve_dtype,
 )
-from rollgrad.adapters.models.torch.logits import LogitForm
+from rollgrad.adapters.models.torch.logits import LogitForm, logit_form
 from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from tests.tiny_architectures import tiny_model
