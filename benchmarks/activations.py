@@ -26,7 +26,7 @@ from attrs import frozen
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import results, smoke
 from benchmarks.memory_plan import CPU, FLAG, OPTIMIZER, likelihood, peak
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.offloading import PlainTransfers
 from rollgrad.application.settings.memory_plan_passes import MIB

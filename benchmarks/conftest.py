@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.machine import Machine, measure
 from benchmarks.smoke import HELP, smoke_model
-from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm, resolve_dtype
+from rollgrad.adapters.models.torch.loading.loading import default_device, load_causal_lm, resolve_dtype
 from rollgrad.adapters.system.python_file import load_python_file
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -106,9 +106,9 @@ def measured(work: Work, size: int) -> Pass:
 def make_pass(work: Work, size: int, rank: int) -> Pass:
     """Makes a pass as the process `rank`, after a small one that makes what is kept between passes."""
     from rollgrad.adapters.models.fsdp.division import divide
-    from rollgrad.adapters.models.torch.attention import install_attention
-    from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
+    from rollgrad.adapters.models.torch.experts.expert_parallel import join_expert_groups
     from rollgrad.adapters.models.torch.forward import PackedLM
+    from rollgrad.adapters.models.torch.layers.attention import install_attention
     from rollgrad.domain.batches.packed import pack
     from rollgrad.testing.agent_executor import make_trajectory
 

@@ -95,7 +95,8 @@ def matmul_flops() -> float:
 
 def use(kind: str) -> None:
     """Has attention computed by the variable-length kernel, where there is one, or in padded buckets."""
-    from rollgrad.adapters.models.torch import attention, kernels
+    from rollgrad.adapters.models.torch.kernels import attention as kernels
+    from rollgrad.adapters.models.torch.layers import attention
 
     attention.has_varlen = {"varlen": kernels.has_varlen, "buckets": lambda *_: False}[kind]  # type: ignore[attr-defined]
 
@@ -133,7 +134,7 @@ def model(dtype: torch.dtype = DT, device: torch.device = DEV, *, shape: Any = N
     """A model with random weights, of the settings `shape`, or `config()`."""
     from transformers import AutoModelForCausalLM
 
-    from rollgrad.adapters.models.torch.attention import install_attention
+    from rollgrad.adapters.models.torch.layers.attention import install_attention
 
     torch.manual_seed(0)
     with torch.device(device):
@@ -168,7 +169,7 @@ def batch(groups: int, samples: int, prompt: int, reply: int, vocabulary: int = 
 def policy(made: Any, **settings: Any) -> Any:
     """`made` under AdamW."""
     from rollgrad.adapters.models.torch.models import TorchPolicy
-    from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+    from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 
     rate = settings.pop("lr", 1e-6)
     return TorchPolicy(made, None, OptimizerSettings(lr=rate, total_steps=20), **settings)

@@ -109,8 +109,8 @@ async def _examined(kind: str, found: dict[str, Any]) -> None:
 def _likely_gap(trained: Any, made: Sequence[tuple[tuple[int, ...], Any]]) -> float:
     """The mean difference of vLLM's log-probs of likely tokens from those of the trained model."""
     from rollgrad.adapters.models.torch.forward import action_hidden
-    from rollgrad.adapters.models.torch.logits import logit_form
-    from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
+    from rollgrad.adapters.models.torch.heads.logits import logit_form
+    from rollgrad.adapters.models.torch.layers.sequence_parallel import sequence_group
     from rollgrad.domain.batches.packed import pack
     from rollgrad.testing.agent_executor import make_trajectory
 

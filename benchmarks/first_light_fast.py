@@ -37,10 +37,10 @@ from benchmarks.first_light_common import (
 
 def attention_is_fast(out: Any) -> None:
     """One layer's attention of a group: 8 replies of 2048 behind a prompt of 1024, Qwen3's heads, in ms."""
-    from rollgrad.adapters.models.torch.attention import ForestAttention
-    from rollgrad.adapters.models.torch.determinism import compute_deterministically
-    from rollgrad.adapters.models.torch.layout import Node
-    from rollgrad.adapters.models.torch.score_form import ScoreForm
+    from rollgrad.adapters.models.torch.kernels.determinism import compute_deterministically
+    from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
+    from rollgrad.adapters.models.torch.layers.attention import ForestAttention
+    from rollgrad.adapters.models.torch.layers.layout import Node
 
     n, p, r = (8, 1024, 2048) if not RUN.tiny else (2, 16, 32)
     nodes = [Node(0, p), *(Node(p + i * r, r, ((0, p),)) for i in range(n))]
@@ -85,7 +85,7 @@ def attention_is_fast(out: Any) -> None:
 
 def head(out: Any) -> None:
     """token_logprobs forward + backward by chunk size; floor: 8 x V x H x A FLOPs."""
-    from rollgrad.adapters.models.torch import chunked_logprobs as module
+    from rollgrad.adapters.models.torch.heads import chunked_logprobs as module
 
     a, h, v = (16384, 1024, 151936) if not RUN.tiny else (64, 32, 512)
     x = torch.randn(a, h, device=DEV, dtype=DT, requires_grad=True)
@@ -147,7 +147,7 @@ def compiled(out: Any) -> None:
 
 def fused(out: Any) -> None:
     """Optimizer steps without what a GPU fuses: the numbers of the output embedding, and norms."""
-    from rollgrad.adapters.models.torch import fusing
+    from rollgrad.adapters.models.torch.kernels import fusing
 
     made = model()
     trained, is_fused = policy(made), fusing.is_fused
@@ -167,7 +167,7 @@ def _shapes() -> dict[str, tuple[int, int, int, int]]:
 
 
 def _updates(out: Any, way: str, made: Any, trained: Any = None, **settings: Any) -> None:
-    from rollgrad.adapters.models.torch.layout import build_layout
+    from rollgrad.adapters.models.torch.layers.layout import build_layout
 
     trained = policy(made, **settings) if trained is None else trained
     body = sum(p.numel() for p in made.base_model.parameters()) - made.get_input_embeddings().weight.numel()

@@ -68,7 +68,7 @@ def environment(out: Any) -> None:
     out["x[i] of 16384 numbers on the CPU, us, by threads"] = _indexing_us()
     out["variables"] = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     if GPU:
-        from rollgrad.adapters.models.torch.kernels import _widest_head
+        from rollgrad.adapters.models.torch.kernels.attention import _widest_head
 
         p = torch.cuda.get_device_properties(0)
         out["gpu"] = {
@@ -147,9 +147,9 @@ def attention_is_right(out: Any) -> None:
 
 def _error(kind: str, dtype: torch.dtype, width: int, value_width: int, window: int | None, form: str) -> float:
     """Largest relative error of attention's result and its gradients."""
-    from rollgrad.adapters.models.torch.attention import ForestAttention
-    from rollgrad.adapters.models.torch.layout import Node
-    from rollgrad.adapters.models.torch.score_form import ScoreForm
+    from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
+    from rollgrad.adapters.models.torch.layers.attention import ForestAttention
+    from rollgrad.adapters.models.torch.layers.layout import Node
 
     nodes = [
         Node(0, 37),
@@ -197,7 +197,7 @@ def _error(kind: str, dtype: torch.dtype, width: int, value_width: int, window: 
 
 def _decoding_error(dtype: torch.dtype) -> float:
     """Largest relative error of the kernel that attends to blocks, and of its sums."""
-    from rollgrad.adapters.models.torch.kernels import dense_with_logsumexp
+    from rollgrad.adapters.models.torch.kernels.attention import dense_with_logsumexp
 
     torch.manual_seed(0)
     q, k, v = (torch.randn(5, 2, n, 64, device=DEV).to(dtype) for n in (4, 128, 128))
@@ -230,8 +230,8 @@ def _computed(kind: str) -> dict[str, Any]:
     from structlog.testing import capture_logs
 
     from rollgrad.adapters.engines.embedded.decoding import check_decoding
-    from rollgrad.adapters.models.torch.compatibility import install_and_compare
-    from rollgrad.adapters.models.torch.padded import is_padded
+    from rollgrad.adapters.models.torch.layers.padded import is_padded
+    from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
     from rollgrad.adapters.models.torch.references import TorchReference
 
     b, scores, found = batch(2, 3, 9, 14, vocabulary=100), [], dict[str, Any]()
@@ -258,7 +258,7 @@ def graphs(out: Any) -> None:
         out["left out"] = "needs a GPU"
         return
     from rollgrad.adapters.engines.embedded.step_graphs import CudaCapture, StepGraphs
-    from rollgrad.adapters.models.torch.compatibility import install_and_compare
+    from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
 
     for kind, dtype in itertools.product(("qwen3_moe", "gpt_oss"), (DT, torch.float32)):
         made = tiny(kind).to(DEV, dtype)

@@ -161,9 +161,9 @@ def load(rank: int, work: Work, port: int, directory: str, peaks: "Queue[tuple[i
     from rollgrad.adapters.models.deepspeed.processes import start_process_group
     from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
     from rollgrad.adapters.models.fsdp.division import divide
-    from rollgrad.adapters.models.torch.loading import load_causal_lm
+    from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
+    from rollgrad.adapters.models.torch.loading.weight_shards import shard_rows
     from rollgrad.adapters.models.torch.references import TorchReference
-    from rollgrad.adapters.models.torch.weight_shards import shard_rows
 
     torch.set_num_threads(1)
     start_process_group(rank=rank, size=work.processes, host="127.0.0.1", port=port, local_rank=rank, timeout=SECONDS)

@@ -31,16 +31,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import results, smoke
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.layers.padded import use_exact_attention
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.models.torch.padded import use_exact_attention
-from rollgrad.adapters.models.torch.pass_memory import measured_passes
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.planning.pass_memory import measured_passes
+from rollgrad.adapters.models.torch.planning.shape import model_shape
 from rollgrad.adapters.models.torch.references import TorchReference
-from rollgrad.adapters.models.torch.reward_model import RewardModel
-from rollgrad.adapters.models.torch.reward_text import EncodedText
-from rollgrad.adapters.models.torch.shape import model_shape
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
+from rollgrad.adapters.models.torch.rewards.reward_text import EncodedText
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.application.settings.memory_places import Machine
 from rollgrad.application.settings.memory_plan import memory_plan
 from rollgrad.application.settings.memory_plan_passes import MIB

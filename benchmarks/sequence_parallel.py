@@ -130,9 +130,9 @@ def product_speed() -> float:
 def layer(work: Work, way: Way, rank: int) -> Callable[[], tuple[float, int]]:
     """Returns a function that makes a layer's passes, and returns their seconds of the processor and the bytes that
     this process received for them."""
-    from rollgrad.adapters.models.torch.layout import build_layout
-    from rollgrad.adapters.models.torch.score_form import ScoreForm
-    from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
+    from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
+    from rollgrad.adapters.models.torch.layers.layout import build_layout
+    from rollgrad.adapters.models.torch.layers.sequence_parallel import SequenceGroup
     from rollgrad.domain.batches.packed import pack
     from rollgrad.testing.agent_executor import make_trajectory
 

@@ -23,9 +23,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.results import keep
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack

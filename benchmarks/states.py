@@ -23,9 +23,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.results import keep
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.padded import mark_padded, use_exact_attention
+from rollgrad.adapters.models.torch.layers.padded import mark_padded, use_exact_attention
+from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.testing.agent_executor import make_trajectory

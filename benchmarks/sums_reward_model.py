@@ -17,11 +17,11 @@ from attrs import evolve
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.models.torch.reward_model import RewardModel
-from rollgrad.adapters.models.torch.reward_text import encode
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
+from rollgrad.adapters.models.torch.rewards.reward_text import encode
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.trajectory import TrajectoryBuilder

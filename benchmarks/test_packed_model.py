@@ -14,12 +14,12 @@ import torch
 from attrs import evolve
 
 from benchmarks.machine import Machine, ModelCost
-from rollgrad.adapters.models.torch.chunked_logprobs import token_logprobs
 from rollgrad.adapters.models.torch.compiling import compile_layers
-from rollgrad.adapters.models.torch.layout import build_layout
-from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm
+from rollgrad.adapters.models.torch.heads.chunked_logprobs import token_logprobs
+from rollgrad.adapters.models.torch.layers.layout import build_layout
+from rollgrad.adapters.models.torch.loading.loading import default_device, load_causal_lm
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.batches.packed import RolloutBatch, pack
 from rollgrad.domain.episodes.generation import Generation, StopReason

@@ -31,7 +31,7 @@ import torch
 import tyro
 from attrs import define, evolve
 
-from rollgrad.adapters.models.torch.loading import resolve_dtype
+from rollgrad.adapters.models.torch.loading.loading import resolve_dtype
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import ModelCost, measure

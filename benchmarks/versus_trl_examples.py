@@ -18,7 +18,7 @@ from attrs import define, evolve
 from benchmarks.machine import ModelCost, measure
 from benchmarks.smoke import smoke_model
 from benchmarks.turns import Turns, alternate, keep_turns
-from rollgrad.adapters.models.torch.loading import resolve_dtype
+from rollgrad.adapters.models.torch.loading.loading import resolve_dtype
 
 LEARNING_RATE = 1e-6
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "as", "with", "his", "they", "at")

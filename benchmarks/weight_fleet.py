@@ -41,10 +41,10 @@ from rollgrad.adapters.models.ray.rank_policy import RankPolicy
 from rollgrad.adapters.models.ray.rank_worker import begin_workers, start_by_deepspeed
 from rollgrad.adapters.models.ray.sharded import ShardedPolicy
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.weights.channel import Transfer

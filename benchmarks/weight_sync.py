@@ -28,10 +28,10 @@ from attrs import define, evolve
 
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer, resolve_dtype
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.adapters.weights.disk import Disk
 from rollgrad.adapters.weights.shared_memory import shared_memory, shared_memory_adapter

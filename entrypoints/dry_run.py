@@ -139,7 +139,7 @@ def _division_problems(config: RLConfig) -> list[str]:
     import torch
 
     from rollgrad.adapters.engines.vllm.division import division_problems
-    from rollgrad.adapters.models.torch.loading import load_model_config
+    from rollgrad.adapters.models.torch.loading.loading import load_model_config
 
     try:
         model = load_model_config(config.actor.model_name_or_path, flag="--actor.model_name_or_path")
@@ -274,8 +274,8 @@ def _shapes(
     config: RLConfig, dtype: "torch.dtype", device: "torch.device", *, becomes: Becomes = as_it_is
 ) -> dict[str, ModelShape]:
     """Returns the shape of the actor, and of each other model that the settings name, by its role."""
-    from rollgrad.adapters.models.torch.pass_memory import measured_passes
-    from rollgrad.adapters.models.torch.shape import model_shape
+    from rollgrad.adapters.models.torch.planning.pass_memory import measured_passes
+    from rollgrad.adapters.models.torch.planning.shape import model_shape
 
     passes = partial(
         measured_passes,

@@ -46,8 +46,8 @@ def planned_machine(config: RLConfig) -> PlannedMachine:
     """Returns the machine that the run is planned for; other machines of a cluster are not known before the run."""
     import torch
 
-    from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
-    from rollgrad.adapters.models.torch.product_speed import product_speed
+    from rollgrad.adapters.models.torch.loading.loading import default_device, resolve_dtype
+    from rollgrad.adapters.models.torch.planning.product_speed import product_speed
 
     if config.cluster.plan_for is not None:
         gpu, memory, speed = config.cluster.plan_for

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rollgrad
-from rollgrad.adapters.models.torch.saving import save_pretrained
+from rollgrad.adapters.models.torch.loading.saving import save_pretrained
 from rollgrad.entrypoints.cli.logs import configure_logging
 from rollgrad.entrypoints.cli.main import main
 

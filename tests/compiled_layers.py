@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from rollgrad.adapters.models.torch import fusing
+from rollgrad.adapters.models.torch.kernels import fusing
 
 AS_IT_IS = "aot_eager"
 """Compiler whose graphs compute what torch computes without them, operation by operation: in a second, not in ten."""

@@ -332,9 +332,9 @@ async def _vllm_in_module(_vllm: Any, wide_headed_model_dir: Path) -> Any:
     """The engine without the weights that tests of another module have pushed."""
     import torch
 
-    from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+    from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
     from rollgrad.adapters.models.torch.models import TorchPolicy
-    from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+    from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
     from rollgrad.adapters.weights.channel import EngineWeights
 
     path = str(wide_headed_model_dir)

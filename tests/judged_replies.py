@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
 from rollgrad.domain.episodes.rewards import RewardInput
 
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch.compatibility import usable_positions
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.layers.padded import is_padded
+from rollgrad.adapters.models.torch.loading.compatibility import usable_positions
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.episodes.trajectory import TrajectoryBuilder

@@ -255,7 +255,7 @@ def flash_attention(
     grouped: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes what the operation below torch's `varlen_attn` does, with FlashAttention's demands."""
-    from rollgrad.adapters.models.torch.kernels import SINCE_2_12
+    from rollgrad.adapters.models.torch.kernels.attention import SINCE_2_12
 
     assert grouped is (SINCE_2_12 and query.shape[1] != key.shape[1])  # torch 2.11 is not told
     outputs, sums = [], []
@@ -524,7 +524,8 @@ class Captured:
 def pretended_gpu() -> Iterator[Counter[str]]:
     """Pretends that there is a GPU inside the block; yields how often the CPU has waited for it."""
     from rollgrad.adapters.engines.embedded import step_graphs
-    from rollgrad.adapters.models.torch import fusing, kernels
+    from rollgrad.adapters.models.torch.kernels import attention as kernels
+    from rollgrad.adapters.models.torch.kernels import fusing
 
     WAITED.clear()
     kernels._widest_head.cache_clear()

@@ -6,7 +6,7 @@ from contextlib import suppress
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from rollgrad.adapters.models.torch.weight_shards import is_sharded
+from rollgrad.adapters.models.torch.loading.weight_shards import is_sharded
 
 
 def tensor_bytes() -> int:

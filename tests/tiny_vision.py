@@ -357,9 +357,9 @@ def save_tiny_reward(base: str, path: Path) -> None:
     """Writes the model in the folder `base` as a reward model, whose head is random, to the folder `path`."""
     import torch
 
-    from rollgrad.adapters.models.torch.loading import load_critic, load_tokenizer
-    from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-    from rollgrad.adapters.models.torch.trained_reward import TorchReward
+    from rollgrad.adapters.models.torch.loading.loading import load_critic, load_tokenizer
+    from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
+    from rollgrad.adapters.models.torch.rewards.trained_reward import TorchReward
 
     model, _ = load_critic(base, dtype=torch.float32, device=torch.device("cpu"), flag="base")
     width = model.config.get_text_config().hidden_size

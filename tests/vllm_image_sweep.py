@@ -15,9 +15,9 @@ from attrs import evolve
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
-from rollgrad.adapters.models.torch.loading import load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.application.settings.sections.actor import DType, ModelConfig
 from rollgrad.domain.batches.examples import pack_sequences

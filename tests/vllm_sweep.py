@@ -19,9 +19,9 @@ import torch
 from attrs import evolve, frozen
 
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams

@@ -2,7 +2,7 @@
 
 Invariant: the tokens that stand for an image, and its tensors, are those of the processor itself. Does not own: files
 of images (`image_files.py`), the text around images (`template_codec.py`), nor what a model makes of them
-(`adapters/models/torch/images.py`).
+(`adapters/models/torch/layers/images.py`).
 """
 
 import hashlib

@@ -1,7 +1,8 @@
 """Rewards from a reward model: in this process, whole in each of several others that share the work, or divided.
 
 Invariants: a copy of the model scores one batch at a time, off the event loop; replies that arrive together, or while
-all copies are busy, are scored together. Does not own: the model (`adapters.models.torch.reward_model`) and its place.
+all copies are busy, are scored together. Does not own: the model
+(`adapters.models.torch.rewards.reward_model`) and its place.
 """
 
 import asyncio

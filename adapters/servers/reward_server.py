@@ -51,7 +51,7 @@ EncodedT = TypeVar("EncodedT", bound=Encoded)
 
 
 class Scorer(Protocol[EncodedT]):
-    """A model that scores texts (`adapters.models.torch.reward_model.RewardModel`); it is called from one thread."""
+    """A model that scores texts, called from one thread (`adapters.models.torch.rewards.reward_model.RewardModel`)."""
 
     def encode(self, text: str) -> EncodedT:
         """Returns the tokens that the model reads of a text."""

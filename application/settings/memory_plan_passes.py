@@ -45,11 +45,11 @@ possible ones are taken out of it: two copies of its logits, and two bytes for e
 
 FUSED_LOGITS = 2
 """Results of the product with the output embedding, in its format, that it holds of a slice where a GPU fuses what
-follows (`adapters.models.torch.fusing`): one, and its gradient."""
+follows (`adapters.models.torch.kernels.fusing`): one, and its gradient."""
 
 DISTILLED_SLICES = 8
 """Part of a slice that one has where whole distributions are compared with a teacher's
-(`adapters.models.torch.distillation`)."""
+(`adapters.models.torch.heads.distillation`)."""
 
 DISTILLED_LOGITS, FUSED_DISTILLED_LOGITS = 14, 8
 """Sizes of such a slice's float32 logits that are held at once, and those where a GPU fuses what follows the products
@@ -117,10 +117,10 @@ def exchanged_bytes(
     config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, *, trained: bool = False
 ) -> int:
     """Returns what a pass over so many of a process's own tokens holds besides where processes share a sequence
-    (`adapters.models.torch.sequence_parallel`): `EXCHANGED` copies, in the layer that computes, of the tokens' queries,
-    keys and values, and of the keys and values of other teams' tokens, or of what states are computed from, whatever is
-    more. Those of the keys that queries see are kept for
-    the backward pass, unless that computes the layer again."""
+    (`adapters.models.torch.layers.sequence_parallel`): `EXCHANGED` copies, in the layer that computes, of the tokens'
+    queries, keys and values, and of the keys and values of other teams' tokens, or of what states are computed from,
+    whatever is more. Those of the keys that queries see are kept for the backward pass, unless that computes the layer
+    again."""
     size = config.ds.sequence_parallel_size
     if size == 1:
         return 0
@@ -139,13 +139,14 @@ def head_bytes(
 ) -> int:
     """Returns what the output embedding holds at its peak on a GPU of `gpu` bytes, or without one (0): a slice of
     float32 logits, its softmax and their product, or `FUSED_LOGITS`, and of its gradient a float32 sum, a product and,
-    in another format, the sum in it (`adapters.models.torch.chunked_logprobs`, whose slices these are). Where agents
-    may prescribe the form of replies, also a bit for each action token and token of the vocabulary, twice on a CPU, and
-    what a slice makes of its own (`adapters.models.torch.allowed_tokens`). With score centering an update also holds
-    `CENTRED_BYTES` of each likely token.
+    in another format, the sum in it (`adapters.models.torch.heads.chunked_logprobs`, whose slices these are). Where
+    agents may prescribe the form of replies, also a bit for each action token and token of the vocabulary, twice on a
+    CPU, and what a slice makes of its own (`adapters.models.torch.heads.allowed_tokens`). With score centering an
+    update also holds `CENTRED_BYTES` of each likely token.
 
-    Where two rows of it alone are read (`adapters.models.torch.scorers.OutcomeScorer`), these are the hidden states in
-    float32, their gradient, and that of all rows. Processes that divide the vocabulary compute all rows there, too.
+    Where two rows of it alone are read (`adapters.models.torch.heads.scorers.OutcomeScorer`), these are the hidden
+    states in float32, their gradient, and that of all rows. Processes that divide the vocabulary compute all rows
+    there, too.
     """
     if shape.compares and config.ds.tensor_parallel_size == 1:
         return tokens * shape.hidden * 2 * FLOAT32_BYTES + (0 if shape.adapters else shape.embedding * compute_bytes)

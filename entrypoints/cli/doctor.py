@@ -247,7 +247,7 @@ def try_imports(report: Report, asked: Requirements | None) -> None:
 def _bfloat16_native() -> bool:
     import torch
 
-    from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
+    from rollgrad.adapters.models.torch.loading.loading import default_device, resolve_dtype
 
     return resolve_dtype("auto", default_device()) is torch.bfloat16
 

@@ -46,7 +46,7 @@ def merge(arguments: MergeLoraArguments) -> None:
     assert arguments.output is not None
     import torch
 
-    from rollgrad.adapters.models.torch.merging import TEXTS, merge_lora
+    from rollgrad.adapters.models.torch.loading.merging import TEXTS, merge_lora
 
     merged = merge_lora(
         arguments.adapter,

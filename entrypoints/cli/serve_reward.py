@@ -52,8 +52,8 @@ def serve_reward_model(arguments: ServeRewardArguments) -> None:
 
 @contextlib.contextmanager
 def _loaded_app(arguments: ServeRewardArguments) -> "Iterator[tuple[App, int]]":
-    from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
-    from rollgrad.adapters.models.torch.reward_model import RewardModel
+    from rollgrad.adapters.models.torch.loading.loading import default_device, resolve_dtype
+    from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
     from rollgrad.adapters.servers.guard import MAX_BODY_BYTES
     from rollgrad.adapters.servers.reward_server import ScoreQueue, create_reward_app
 

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from typing import Any
 
-from rollgrad.adapters.models.torch.shape import model_shape
+from rollgrad.adapters.models.torch.planning.shape import model_shape
 from rollgrad.application.settings.sections.actor import ALL_LINEAR
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
 

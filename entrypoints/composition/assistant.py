@@ -25,8 +25,8 @@ from rollgrad.adapters.engines.embedded.grammars import Grammars
 from rollgrad.adapters.engines.vllm.division import division_problems
 from rollgrad.adapters.engines.vllm.restarted import RestartedVLLM
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
-from rollgrad.adapters.models.torch.image_check import check_images
-from rollgrad.adapters.models.torch.loading import (
+from rollgrad.adapters.models.torch.loading.image_check import check_images
+from rollgrad.adapters.models.torch.loading.loading import (
     default_device,
     load_causal_lm,
     load_generation_settings,
@@ -35,8 +35,8 @@ from rollgrad.adapters.models.torch.loading import (
     resolve_dtype,
 )
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.shape import model_shape
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.planning.shape import model_shape
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.weights.channel import FleetWeights
 from rollgrad.application.engines.fleet import EngineFleet

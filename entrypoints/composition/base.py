@@ -14,8 +14,8 @@ and `divide` afterwards.
 
 from typing import Any
 
-from rollgrad.adapters.models.torch.loading import load_vocabulary_size
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
+from rollgrad.adapters.models.torch.loading.loading import load_vocabulary_size
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer
 from rollgrad.adapters.models.torch.references import AdapterlessReference, TorchReference
 from rollgrad.adapters.system.clock import SystemClock
 from rollgrad.adapters.system.usage import MemoryUsage

@@ -6,7 +6,7 @@ from typing import Any
 from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.chat.template_file import read_chat_template
-from rollgrad.adapters.models.torch.loading import load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_tokenizer
 from rollgrad.application.settings.sections.actor import ModelConfig
 from rollgrad.application.settings.sections.data import DataConfig
 from rollgrad.application.settings.sections.examples import RowsConfig

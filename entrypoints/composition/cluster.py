@@ -31,9 +31,9 @@ from rollgrad.adapters.models.ray.sharded import (
     reward_copies,
 )
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
-from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
-from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
-from rollgrad.adapters.models.torch.weight_shards import shard_rows
+from rollgrad.adapters.models.torch.experts.expert_parallel import join_expert_groups
+from rollgrad.adapters.models.torch.layers.sequence_parallel import join_sequence_group
+from rollgrad.adapters.models.torch.loading.weight_shards import shard_rows
 from rollgrad.adapters.ray.placement import Placement, Slot
 from rollgrad.adapters.ray.session import RaySession, cluster_gpus
 from rollgrad.adapters.rewards.model import ModelReward

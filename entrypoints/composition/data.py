@@ -13,7 +13,7 @@ from rollgrad.adapters.data.datasets.source import DatasetPromptSource
 from rollgrad.adapters.data.datasets.survey import Rows, Survey, repeated
 from rollgrad.adapters.data.datasets.teacher_template import TeacherTemplate
 from rollgrad.adapters.data.reasoning_gym.source import ReasoningGymPromptSource
-from rollgrad.adapters.models.torch.loading import load_positions
+from rollgrad.adapters.models.torch.loading.loading import load_positions
 from rollgrad.adapters.rewards.rubric import criteria
 from rollgrad.adapters.rewards.verifiers import label_problem
 from rollgrad.application.settings.rules.inputs import REASONING_GYM

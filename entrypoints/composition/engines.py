@@ -22,9 +22,9 @@ from rollgrad.adapters.engines.vllm.builds import cpu_builds
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.models.torch.allocator import FreedGPUMemory
-from rollgrad.adapters.models.torch.images import leaves_tower_out
-from rollgrad.adapters.models.torch.loading import load_generation_settings, load_model_config
-from rollgrad.adapters.models.torch.router_replay import install_router_replay
+from rollgrad.adapters.models.torch.experts.router_replay import install_router_replay
+from rollgrad.adapters.models.torch.layers.images import leaves_tower_out
+from rollgrad.adapters.models.torch.loading.loading import load_generation_settings, load_model_config
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
 from rollgrad.adapters.weights.cuda_ipc import cuda_ipc

@@ -20,7 +20,7 @@ from rollgrad.adapters.data.examples.preparer import PreparationSettings, Prepar
 from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.sources import LOOKED_AT, Head, Mixture, open_head, open_sources
 from rollgrad.adapters.data.examples.streaming import StreamedExamples, stream_rows
-from rollgrad.adapters.models.torch.loading import load_positions
+from rollgrad.adapters.models.torch.loading.loading import load_positions
 from rollgrad.application.pipelines.epochs import TokenBudget, steps_left
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig

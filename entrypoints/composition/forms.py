@@ -4,7 +4,7 @@ compute log-probs."""
 from collections.abc import Callable, Sequence
 
 from rollgrad.adapters.engines.embedded.grammars import Grammars
-from rollgrad.adapters.models.torch.allowed_tokens import Masks
+from rollgrad.adapters.models.torch.heads.allowed_tokens import Masks
 from rollgrad.application.episodes.chat_service import UNPRESCRIBED
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine

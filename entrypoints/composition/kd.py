@@ -14,8 +14,8 @@ from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.data.examples.streaming import StreamedExamples, demonstration
 from rollgrad.adapters.engines.vllm_server.teacher import ServedTeacher
-from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
-from rollgrad.adapters.models.torch.loading import (
+from rollgrad.adapters.models.torch.heads.distillation import DistillationSettings, KeptTeacher, Teacher
+from rollgrad.adapters.models.torch.loading.loading import (
     default_device,
     load_tokenizer,
     load_vocabulary_size,

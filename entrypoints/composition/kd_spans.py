@@ -13,7 +13,7 @@ from rollgrad.adapters.chat.token_bytes import token_texts
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
-from rollgrad.adapters.models.torch.loading import load_positions, load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_positions, load_tokenizer
 from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.application.learning.spans import Counterparts, compared, span_logprobs, spans_of, with_spans
 from rollgrad.application.settings.derived import tokens_per_pass

@@ -13,21 +13,21 @@ import structlog
 import torch
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
-from rollgrad.adapters.models.torch.allowed_tokens import Masks, follow_grammars
 from rollgrad.adapters.models.torch.compiling import compile_layers
-from rollgrad.adapters.models.torch.determinism import compute_deterministically
-from rollgrad.adapters.models.torch.distillation import KeptTeacher, Teacher
-from rollgrad.adapters.models.torch.image_check import check_images
-from rollgrad.adapters.models.torch.images import freeze_tower
-from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm, load_critic, resolve_dtype
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.experts.router_replay import install_router_replay
+from rollgrad.adapters.models.torch.heads.allowed_tokens import Masks, follow_grammars
+from rollgrad.adapters.models.torch.heads.distillation import KeptTeacher, Teacher
+from rollgrad.adapters.models.torch.kernels.determinism import compute_deterministically
+from rollgrad.adapters.models.torch.layers.images import freeze_tower
+from rollgrad.adapters.models.torch.loading.image_check import check_images
+from rollgrad.adapters.models.torch.loading.loading import default_device, load_causal_lm, load_critic, resolve_dtype
+from rollgrad.adapters.models.torch.loading.lora import add_lora
+from rollgrad.adapters.models.torch.loading.weight_shards import Shard, layer_parts, make_whole, whole_layers
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
-from rollgrad.adapters.models.torch.muon import MuonSettings
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.models.torch.router_replay import install_router_replay
-from rollgrad.adapters.models.torch.trained_reward import TorchReward
-from rollgrad.adapters.models.torch.value import TorchValue
-from rollgrad.adapters.models.torch.weight_shards import Shard, layer_parts, make_whole, whole_layers
+from rollgrad.adapters.models.torch.optimizers.muon import MuonSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.rewards.trained_reward import TorchReward
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.adapters.system.cores import usable_cores
 from rollgrad.application.settings.sections.actor import ActorConfig, ModelConfig, RouterReplay
 from rollgrad.application.settings.sections.critic import CriticConfig

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
-from rollgrad.adapters.models.torch.own_optimizer import OwnOptimizer
+from rollgrad.adapters.models.torch.optimizers.own_optimizer import OwnOptimizer
 from rollgrad.adapters.system.python_file import load_python
 from rollgrad.application.foreign import foreign_code, shown
 from rollgrad.application.settings.function_path import FunctionPath

@@ -6,8 +6,8 @@ from typing import Any
 
 from rollgrad.adapters.engines.vllm.launch import NO_VLLM
 from rollgrad.adapters.models.deepspeed.processes import NO_DEEPSPEED
-from rollgrad.adapters.models.torch.lora import NO_PEFT
-from rollgrad.adapters.models.torch.quantised import NO_BITSANDBYTES
+from rollgrad.adapters.models.torch.loading.lora import NO_PEFT
+from rollgrad.adapters.models.torch.loading.quantised import NO_BITSANDBYTES
 from rollgrad.adapters.ray.session import NO_RAY
 from rollgrad.adapters.tracking.tensorboard import NO_TENSORBOARD
 from rollgrad.application.settings.sections.cluster import Strategy

@@ -5,7 +5,7 @@ from typing import Any
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedSteps
 from rollgrad.adapters.data.examples.streaming import solution
-from rollgrad.adapters.models.torch.weight_shards import Shard
+from rollgrad.adapters.models.torch.loading.weight_shards import Shard
 from rollgrad.application.settings.prm import PRMRun, StepModelConfig
 from rollgrad.domain.algorithms.losses.process_reward import StepObjective
 from rollgrad.domain.batches.examples import pack_steps

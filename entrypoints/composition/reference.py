@@ -11,7 +11,7 @@ from attrs import frozen
 from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerprint
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
-from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
+from rollgrad.adapters.models.torch.loading.loading import default_device, resolve_dtype
 from rollgrad.application.learning.moving import MovingReference
 from rollgrad.application.learning.reference import Judged, LiveReference, check_start, with_reference
 from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass

@@ -5,17 +5,17 @@ from typing import Any
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor, sees_images
 from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.adapters.models.torch.loading import (
+from rollgrad.adapters.models.torch.loading.loading import (
     load_causal_lm,
     load_reward_tokens,
     load_tokenizer,
     resolve_dtype,
 )
-from rollgrad.adapters.models.torch.reward_model import RewardModel
-from rollgrad.adapters.models.torch.reward_text import same_vocabulary
-from rollgrad.adapters.models.torch.step_reward import StepRewardModel
-from rollgrad.adapters.models.torch.together import Divide
-from rollgrad.adapters.models.torch.weight_shards import Shard
+from rollgrad.adapters.models.torch.loading.weight_shards import Shard
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
+from rollgrad.adapters.models.torch.rewards.reward_text import same_vocabulary
+from rollgrad.adapters.models.torch.rewards.step_reward import StepRewardModel
+from rollgrad.adapters.models.torch.rewards.together import Divide
 from rollgrad.adapters.rewards.function import FunctionReward
 from rollgrad.adapters.rewards.http import HttpReward
 from rollgrad.adapters.rewards.judge import JudgePrompt, LLMJudge

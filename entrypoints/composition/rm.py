@@ -8,7 +8,7 @@ import structlog
 from rollgrad.adapters.chat.padding import set_padding_apart
 from rollgrad.adapters.data.examples.prepared import PreparedExamples, PreparedPairs
 from rollgrad.adapters.data.examples.streaming import preference
-from rollgrad.adapters.models.torch.loading import load_generation_settings
+from rollgrad.adapters.models.torch.loading.loading import load_generation_settings
 from rollgrad.application.learning.rewards import RewardLearner
 from rollgrad.application.pipelines.epochs import RewardEvaluation
 from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass

@@ -16,7 +16,7 @@ from rollgrad.adapters.engines.vllm_server.teacher import (
     ServedReference,
     without_teacher,
 )
-from rollgrad.adapters.models.torch.loading import load_vocabulary_size
+from rollgrad.adapters.models.torch.loading.loading import load_vocabulary_size
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.application.settings.kd import TeacherConfig
 from rollgrad.application.settings.sections.ref import ServedRefConfig, model_and_url

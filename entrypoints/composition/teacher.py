@@ -6,8 +6,8 @@ from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.teacher_template import PASSED_ANSWER, PASSED_REPLY, TeacherTemplate, Telling
 from rollgrad.adapters.engines.vllm_server.teacher import ServedReference
-from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
-from rollgrad.adapters.models.torch.loading import load_tokenizer
+from rollgrad.adapters.models.torch.heads.distillation import DistillationSettings, KeptTeacher, Teacher
+from rollgrad.adapters.models.torch.loading.loading import load_tokenizer
 from rollgrad.application.learning.teacher_prompts import TellsTeacher, ToldOfReplies, told_by_rows
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch.compatibility import usable_positions
-from rollgrad.adapters.models.torch.loading import default_device, load_causal_lm, load_tokenizer, resolve_dtype
-from rollgrad.adapters.models.torch.lora import load_adapter, save_adapter
+from rollgrad.adapters.models.torch.loading.compatibility import usable_positions
+from rollgrad.adapters.models.torch.loading.loading import default_device, load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.models.torch.loading.lora import load_adapter, save_adapter
 from rollgrad.adapters.models.torch.models import copied_weights
+from rollgrad.adapters.models.torch.optimizers.stored_state import opened
 from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.adapters.models.torch.stepwise import TorchStepwisePolicy, with_own_adapters
-from rollgrad.adapters.models.torch.stored_state import opened
 from rollgrad.adapters.servers.tinker.samplers import Sampler, Weights
 from rollgrad.adapters.servers.tinker.service import Models
 from rollgrad.application.settings.sections.actor import DType, LoraConfig

@@ -4,7 +4,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from rollgrad.adapters.models.torch.loading import load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_tokenizer
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
 from rollgrad.entrypoints.composition.algorithm import critic_kind, reference_kind, teacher_kind

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import PredictingModel, ReferenceModel

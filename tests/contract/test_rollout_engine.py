@@ -15,7 +15,7 @@ from attrs import evolve
 from rollgrad.adapters.engines.embedded import decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.step_graphs import StepGraphs
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.application.engines.fleet_member import Taker
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason

@@ -10,10 +10,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.models.torch.trained_reward import TorchReward
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.rewards.trained_reward import TorchReward
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError

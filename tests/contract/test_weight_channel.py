@@ -16,9 +16,9 @@ from structlog.testing import capture_logs
 
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.weights import CopiedWeights, SharedWeights
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.adapters.weights import channel as channel_module
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights

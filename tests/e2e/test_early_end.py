@@ -370,7 +370,7 @@ def test_a_log_whose_last_line_was_cut_off_is_continued(workspace: Path) -> None
 
 def test_a_saved_critic_continues(workspace: Path) -> None:
     """A critic is saved below its model, and a later run that starts from it values what it valued."""
-    from rollgrad.adapters.models.torch.loading import load_critic
+    from rollgrad.adapters.models.torch.loading.loading import load_critic
 
     ppo = ("--algo.advantage.estimator", "gae", "--critic.adam.lr", "1e-3")
     assert train(*ppo, "--ckpt.save_steps", "2") == 0

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 import rollgrad
 from rollgrad.adapters.chat.image_files import image_bytes, opened
 from rollgrad.adapters.chat.pictures import ImageRenderer
-from rollgrad.adapters.models.torch.loading import load_critic
-from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.loading.loading import load_critic
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
@@ -219,7 +219,7 @@ def loss_of_transformers(path: Path) -> float:
 
     from rollgrad.adapters.chat.image_files import opened
     from rollgrad.adapters.chat.pictures import load_processor
-    from rollgrad.adapters.models.torch.loading import load_tokenizer
+    from rollgrad.adapters.models.torch.loading.loading import load_tokenizer
 
     own = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(str(path), flag="path")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rollgrad
-from rollgrad.adapters.models.torch.distillation import Teacher
+from rollgrad.adapters.models.torch.heads.distillation import Teacher
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.references import TorchTeacher
 from rollgrad.application.settings.kd import (

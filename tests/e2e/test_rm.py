@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
 import rollgrad
-from rollgrad.adapters.models.torch.loading import load_critic
-from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.loading.loading import load_critic
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
 from rollgrad.application.settings.rm import PairwiseRewardConfig, RMRun
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.application.settings.sections.ckpt import Resume

@@ -23,19 +23,19 @@ from rollgrad.adapters.models.ray.rank_worker import begin_workers
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.models.torch import models
 from rollgrad.adapters.models.torch.compiling import compile_layers
-from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.experts.expert_parallel import join_expert_groups
+from rollgrad.adapters.models.torch.experts.router_replay import install_router_replay
+from rollgrad.adapters.models.torch.layers.sequence_parallel import join_sequence_group
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.weight_shards import Shard, shard_rows, whole_layers
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
-from rollgrad.adapters.models.torch.muon import MuonSettings
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.muon import MuonSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.references import TorchReference
-from rollgrad.adapters.models.torch.reward_model import RewardModel
-from rollgrad.adapters.models.torch.router_replay import install_router_replay
-from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
-from rollgrad.adapters.models.torch.step_reward import StepRewardModel
-from rollgrad.adapters.models.torch.together import Divide
-from rollgrad.adapters.models.torch.value import TorchValue
-from rollgrad.adapters.models.torch.weight_shards import Shard, shard_rows, whole_layers
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
+from rollgrad.adapters.models.torch.rewards.step_reward import StepRewardModel
+from rollgrad.adapters.models.torch.rewards.together import Divide
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.batches.packed import PackedBatch, pack

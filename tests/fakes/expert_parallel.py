@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.ray.rank_policy import RankPolicy
-from rollgrad.adapters.models.torch.expert_parallel import (
+from rollgrad.adapters.models.torch.experts.expert_parallel import (
     divided_stacks,
     exchange_tokens,
     expert_groups,
     join_expert_groups,
 )
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.layers.sequence_parallel import join_sequence_group
+from rollgrad.adapters.models.torch.loading.weight_shards import shard_rows
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.references import TorchReference
-from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
-from rollgrad.adapters.models.torch.weight_shards import shard_rows
 from tests.compiled_layers import AS_IT_IS, AS_WRITTEN, compiler
 from tests.fakes import cluster, lora
 from tests.fakes.cluster import FSDP

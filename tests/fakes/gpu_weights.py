@@ -14,9 +14,9 @@ from rollgrad.adapters.models.ray.rank_policy import RankPolicy
 from rollgrad.adapters.models.ray.rank_worker import begin_workers
 from rollgrad.adapters.models.ray.sharded import ShardedPolicy
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.weights.channel import EngineWeights, FleetWeights
 from rollgrad.adapters.weights.cuda_ipc import cuda_ipc

@@ -5,7 +5,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.allowed_tokens import Masks
+from rollgrad.adapters.models.torch.heads.allowed_tokens import Masks
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.trajectory import Segment, SegmentKind
 

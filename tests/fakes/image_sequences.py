@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from rollgrad.adapters.models.torch.attention import install_attention
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue
+from rollgrad.adapters.models.torch.layers.attention import install_attention
 from rollgrad.domain.batches.examples import ExampleBatch, pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens
 from tests.fakes.sequence_parallel import gradients, joined

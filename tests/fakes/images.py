@@ -7,12 +7,12 @@ from attrs import evolve
 
 from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor
 from rollgrad.adapters.models.ray.rank_policy import RankPolicy
-from rollgrad.adapters.models.torch.loading import load_tokenizer
+from rollgrad.adapters.models.torch.layers.sequence_parallel import join_sequence_group
+from rollgrad.adapters.models.torch.loading.loading import load_tokenizer
+from rollgrad.adapters.models.torch.loading.weight_shards import Shard
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
-from rollgrad.adapters.models.torch.reward_model import RewardModel
-from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
-from rollgrad.adapters.models.torch.weight_shards import Shard
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
 from rollgrad.application.settings.sections.actor import DType, ModelConfig
 from rollgrad.domain.batches.examples import ExampleBatch, pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens

@@ -7,11 +7,11 @@ from attrs import evolve
 
 from rollgrad.adapters.models.ray.rank_policy import RankPolicy
 from rollgrad.adapters.models.torch.compiling import compile_layers
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import add_lora
+from rollgrad.adapters.models.torch.loading.weight_shards import Shard
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.weight_shards import Shard
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.application.settings.sections.actor import LoraConfig
 from tests.fakes.cluster import FLAG, SETTINGS, divided, loading
 

@@ -11,15 +11,15 @@ from attrs import Factory, evolve, frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.ray.rank_policy import RankPolicy
-from rollgrad.adapters.models.torch.allowed_tokens import follow_grammars
-from rollgrad.adapters.models.torch.attention import install_attention
 from rollgrad.adapters.models.torch.compiling import compile_layers
-from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher, Teacher
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue, scatter
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.heads.allowed_tokens import follow_grammars
+from rollgrad.adapters.models.torch.heads.distillation import DistillationSettings, KeptTeacher, Teacher
+from rollgrad.adapters.models.torch.layers.attention import install_attention
+from rollgrad.adapters.models.torch.layers.sequence_parallel import join_sequence_group
+from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.references import TorchReference
-from rollgrad.adapters.models.torch.sequence_parallel import join_sequence_group
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput, TokenScores

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.heads.distillation import DistillationSettings, Teacher
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.references import TorchTeacher
 from rollgrad.domain.batches.examples import pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens

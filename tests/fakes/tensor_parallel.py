@@ -10,14 +10,14 @@ from rollgrad.adapters.models.deepspeed import tensor_parallel
 from rollgrad.adapters.models.deepspeed.module import DeepSpeedModule
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings
 from rollgrad.adapters.models.ray.rank_policy import RankPolicy
-from rollgrad.adapters.models.torch.allowed_tokens import follow_grammars
-from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.heads.allowed_tokens import follow_grammars
+from rollgrad.adapters.models.torch.heads.distillation import DistillationSettings, Teacher
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.weight_shards import shard_rows
 from rollgrad.adapters.models.torch.models import Optimize, TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer
 from rollgrad.adapters.models.torch.references import TorchReference
-from rollgrad.adapters.models.torch.value import TorchValue
-from rollgrad.adapters.models.torch.weight_shards import shard_rows
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.domain.algorithms.losses.centering import ScoreCentering
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.ports.models import LossOutput, TokenScores

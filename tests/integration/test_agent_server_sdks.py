@@ -533,7 +533,7 @@ async def test_a_real_model_is_recorded_token_by_token(tiny_model_dir: Path) -> 
     import torch
 
     from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-    from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+    from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 
     tokenizer = load_tokenizer(str(tiny_model_dir), flag="model")
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="model")

@@ -23,10 +23,10 @@ from rollgrad.adapters.models.ray.sharded import (
     reward_copies,
 )
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
-from rollgrad.adapters.models.torch.reward_model import RewardModel
-from rollgrad.adapters.models.torch.reward_text import EncodedText
-from rollgrad.adapters.models.torch.shape import model_shape
-from rollgrad.adapters.models.torch.stored_state import opened
+from rollgrad.adapters.models.torch.optimizers.stored_state import opened
+from rollgrad.adapters.models.torch.planning.shape import model_shape
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
+from rollgrad.adapters.models.torch.rewards.reward_text import EncodedText
 from rollgrad.adapters.ray.placement import Placement
 from rollgrad.adapters.rewards.model import ModelReward
 from rollgrad.adapters.weights.shared_buckets import Assembler, SharedMemory, fill_at, fill_part_at

@@ -16,9 +16,9 @@ from attrs import define, evolve, field
 
 from rollgrad.adapters.engines import ray_vllm
 from rollgrad.adapters.engines.ray_vllm import RayVLLMEngine, start_engines
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import FleetWeights
 from rollgrad.application.engines.fleet import EngineFleet
 from rollgrad.domain.control.engine_health import Death, FleetBounds

@@ -23,7 +23,7 @@ from rollgrad.adapters.engines.embedded.kept import KeptSequences
 from rollgrad.adapters.engines.embedded.kv_cache import KVCache
 from rollgrad.adapters.engines.embedded.rows import Row
 from rollgrad.adapters.environments.episode_thread import EpisodeThread
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.adapters.rewards import http as http_reward
 from rollgrad.adapters.rewards import posting
 from rollgrad.adapters.rewards.answers import RewardParser

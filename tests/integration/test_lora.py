@@ -15,11 +15,11 @@ import rollgrad
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.weights import CopiedWeights, SharedWeights
 from rollgrad.adapters.engines.vllm import lora as adapter
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import add_lora
+from rollgrad.adapters.models.torch.loading.quantised import is_quantised
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.models.torch.quantised import is_quantised
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.shared_memory import shared_memory_adapter
 from rollgrad.application.settings.rules import validate
 from rollgrad.application.settings.run import RLConfig

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.shape import model_shape
+from rollgrad.adapters.models.torch.planning.shape import model_shape
 from rollgrad.application.settings.memory_places import Machine
 from rollgrad.application.settings.memory_plan import memory_plan
 from rollgrad.application.settings.run import RLConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.adapters.servers.operation import Loaded
 from rollgrad.application.episodes.chat_request import ChatRequest
 from rollgrad.application.episodes.reply import ChatReply

@@ -13,7 +13,7 @@ from attrs import evolve
 import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.application.episodes import multi_turn
 from rollgrad.application.episodes.multi_turn import MultiTurnExecutor
 from rollgrad.application.settings.run import RLConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
 from rollgrad.entrypoints.cli.main import main
 from tests.scripts import ScriptHost
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from attrs import frozen
 
-from rollgrad.adapters.models.torch.reward_model import RewardModel
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
 from rollgrad.adapters.rewards.http import TOKEN_VARIABLE as CLIENT_TOKEN_VARIABLE
 from rollgrad.adapters.rewards.http import HttpReward
 from rollgrad.adapters.servers.reward_server import ROUND_TEXTS, ScoreQueue, create_reward_app

@@ -26,8 +26,8 @@ from rollgrad.adapters.engines.vllm_server.teacher import (
     ServedReference,
     ServedTeacher,
 )
-from rollgrad.adapters.models.torch.distillation import DistillationSettings, Teacher
-from rollgrad.adapters.models.torch.loading import load_tokenizer
+from rollgrad.adapters.models.torch.heads.distillation import DistillationSettings, Teacher
+from rollgrad.adapters.models.torch.loading.loading import load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.references import TorchTeacher
 from rollgrad.adapters.tracking.trajectory_files import rows

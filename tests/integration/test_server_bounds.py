@@ -20,7 +20,7 @@ from starlette.routing import Route
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.loading import load_dataset
 from rollgrad.adapters.data.datasets.prompt_builder import PromptBuilder
-from rollgrad.adapters.models.torch.loading import load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_tokenizer
 from rollgrad.adapters.servers import connections
 from rollgrad.adapters.servers.agent_server import BYTES_PER_TOKEN, SMALLEST_BODY, AgentServer, max_body_bytes
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES

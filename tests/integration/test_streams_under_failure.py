@@ -17,7 +17,7 @@ from rollgrad.adapters.chat.pictures import ImageRenderer, load_processor
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.grammars import Grammars
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.servers.agent_server import AgentServer
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
 from rollgrad.adapters.servers.operation import Operation

@@ -13,9 +13,9 @@ from jsonschema import validate
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.grammars import Grammars
-from rollgrad.adapters.models.torch.allowed_tokens import follow_grammars
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.heads.allowed_tokens import follow_grammars
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.servers.agent_server import AgentServer
 from rollgrad.adapters.servers.server import Server
 from rollgrad.application.episodes.chat_request import ChatRequest

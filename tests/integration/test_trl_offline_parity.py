@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rollgrad.adapters.models.torch.forward import PackedLM, scatter
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.application.learning.unpaired import UnpairedLearner
 from rollgrad.domain.algorithms.losses.distillation import divergence
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective

@@ -16,11 +16,11 @@ from jsonschema import validate
 
 from rollgrad.adapters.engines.vllm.engine import VLLMEngine
 from rollgrad.adapters.engines.vllm.weight_receiver import read_shard
-from rollgrad.adapters.models.torch.allowed_tokens import follow_grammars
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.heads.allowed_tokens import follow_grammars
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.adapters.weights.delta import Changes
 from rollgrad.adapters.weights.disk import Disk

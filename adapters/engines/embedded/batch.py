@@ -17,7 +17,7 @@ from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, StoredKeys, block
 from rollgrad.adapters.engines.embedded.recomputing import RecomputingDecoder
 from rollgrad.adapters.engines.embedded.rows import PromptKey, Row
 from rollgrad.adapters.engines.embedded.sampler import forbid, read, sample, top_logprobs
-from rollgrad.adapters.models.torch.moving import to_device
+from rollgrad.adapters.models.torch.kernels.moving import to_device
 from rollgrad.application.settings.memory_plan_passes import PREFILL_TOKENS
 from rollgrad.domain.control.request_flow import RequestFlow
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason

@@ -17,7 +17,16 @@ from rollgrad.adapters.engines.embedded.plans import Decode, DecodeInputs, Exten
 from rollgrad.adapters.engines.embedded.recomputing import RecomputingDecoder
 from rollgrad.adapters.engines.embedded.states import PrefillRecurrence, RowRecurrence
 from rollgrad.adapters.engines.embedded.step_graphs import step_graphs
-from rollgrad.adapters.models.torch.compatibility import (
+from rollgrad.adapters.models.torch.experts.router_replay import RouterReplay
+from rollgrad.adapters.models.torch.heads.logits import logit_form
+from rollgrad.adapters.models.torch.kernels.moving import to_device
+from rollgrad.adapters.models.torch.layers.image_attention import make_plan
+from rollgrad.adapters.models.torch.layers.images import has_own_positions, own_positions, run_body
+from rollgrad.adapters.models.torch.layers.layout import Node, prefill_layout
+from rollgrad.adapters.models.torch.layers.padded import is_padded
+from rollgrad.adapters.models.torch.layers.recurrence import ForestRecurrence, Recurrence
+from rollgrad.adapters.models.torch.layers.recurrent_layers import recurrent_types
+from rollgrad.adapters.models.torch.loading.compatibility import (
     allowed_gap,
     foreign_code,
     joint_logits,
@@ -25,16 +34,7 @@ from rollgrad.adapters.models.torch.compatibility import (
     lowered_limits,
     probe_tokens,
 )
-from rollgrad.adapters.models.torch.image_attention import make_plan
-from rollgrad.adapters.models.torch.images import has_own_positions, own_positions, run_body
-from rollgrad.adapters.models.torch.layout import Node, prefill_layout
-from rollgrad.adapters.models.torch.logits import logit_form
-from rollgrad.adapters.models.torch.moving import to_device
-from rollgrad.adapters.models.torch.padded import is_padded
-from rollgrad.adapters.models.torch.recurrence import ForestRecurrence, Recurrence
-from rollgrad.adapters.models.torch.recurrent_layers import recurrent_types
-from rollgrad.adapters.models.torch.router_replay import RouterReplay
-from rollgrad.adapters.models.torch.shape import cache_numbers
+from rollgrad.adapters.models.torch.planning.shape import cache_numbers
 from rollgrad.adapters.system.memory import available_memory
 from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.errors import ConfigurationError

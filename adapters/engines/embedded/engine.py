@@ -16,9 +16,9 @@ from rollgrad.adapters.engines.embedded.batch import Batch
 from rollgrad.adapters.engines.embedded.decoding import decoder_of
 from rollgrad.adapters.engines.embedded.grammars import Grammars, Matcher
 from rollgrad.adapters.engines.embedded.rows import Row, check_request
-from rollgrad.adapters.models.torch.compatibility import usable_positions
-from rollgrad.adapters.models.torch.lora import plain_buffers
-from rollgrad.adapters.models.torch.router_replay import RouterReplay
+from rollgrad.adapters.models.torch.experts.router_replay import RouterReplay
+from rollgrad.adapters.models.torch.loading.compatibility import usable_positions
+from rollgrad.adapters.models.torch.loading.lora import plain_buffers
 from rollgrad.adapters.models.torch.sent_names import sent_name
 from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.domain.control.request_flow import SAMPLING, RequestFlow

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rollgrad.adapters.models.torch.moving import to_device
+from rollgrad.adapters.models.torch.kernels.moving import to_device
 from rollgrad.domain.errors import DataError
 
 

@@ -14,7 +14,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from rollgrad.adapters.engines.embedded.states import SequenceStates
-from rollgrad.adapters.models.torch.moving import to_device
+from rollgrad.adapters.models.torch.kernels.moving import to_device
 from rollgrad.application.settings.memory_plan_passes import CACHE_BLOCK
 from rollgrad.domain.errors import EngineError
 

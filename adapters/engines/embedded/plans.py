@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place, table
-from rollgrad.adapters.models.torch.attention import AttentionPlan
-from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp
-from rollgrad.adapters.models.torch.moving import to_device
-from rollgrad.adapters.models.torch.recurrence import Recurrence
-from rollgrad.adapters.models.torch.score_form import ScoreForm
-from rollgrad.adapters.models.torch.sinks import with_sinks
+from rollgrad.adapters.models.torch.kernels.attention import dense, dense_with_logsumexp
+from rollgrad.adapters.models.torch.kernels.moving import to_device
+from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
+from rollgrad.adapters.models.torch.kernels.sinks import with_sinks
+from rollgrad.adapters.models.torch.layers.attention import AttentionPlan
+from rollgrad.adapters.models.torch.layers.recurrence import Recurrence
 
 NEVER = 2**62
 """Position after every token."""

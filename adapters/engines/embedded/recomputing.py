@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place
-from rollgrad.adapters.models.torch.logits import logit_form
-from rollgrad.adapters.models.torch.padded import padded_hidden
+from rollgrad.adapters.models.torch.heads.logits import logit_form
+from rollgrad.adapters.models.torch.layers.padded import padded_hidden
 from rollgrad.adapters.system.memory import available_memory
 from rollgrad.domain.episodes.images import PlacedImages
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.moving import to_device
+from rollgrad.adapters.models.torch.kernels.moving import to_device
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.top_logprobs import TopLogprobs
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rollgrad.adapters.models.torch.layout import Node
-from rollgrad.adapters.models.torch.moving import to_device
-from rollgrad.adapters.models.torch.recurrence import Convolution, ForestRecurrence, Recurrence, Scan
+from rollgrad.adapters.models.torch.kernels.moving import to_device
+from rollgrad.adapters.models.torch.layers.layout import Node
+from rollgrad.adapters.models.torch.layers.recurrence import Convolution, ForestRecurrence, Recurrence, Scan
 
 
 class SequenceStates:

@@ -20,8 +20,8 @@ from attrs import frozen
 from torch import Tensor
 
 from rollgrad.adapters.engines.embedded.plans import DecodeInputs
-from rollgrad.adapters.models.torch.compatibility import length_dependent_positions
-from rollgrad.adapters.models.torch.moving import to_device
+from rollgrad.adapters.models.torch.kernels.moving import to_device
+from rollgrad.adapters.models.torch.loading.compatibility import length_dependent_positions
 
 log = structlog.get_logger(__name__)
 

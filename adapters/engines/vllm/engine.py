@@ -18,7 +18,7 @@ from rollgrad.adapters.engines.vllm.core import LIVENESS_SECONDS, Core
 from rollgrad.adapters.engines.vllm.launch import shut_down, start
 from rollgrad.adapters.engines.vllm.lora import AdapterCore, lora_settings
 from rollgrad.adapters.engines.vllm.profile import BEGIN, END
-from rollgrad.adapters.models.torch.loading import default_device, resolve_dtype
+from rollgrad.adapters.models.torch.loading.loading import default_device, resolve_dtype
 from rollgrad.adapters.weights.receiver_port import EngineModel, Probe, WeightReceiver, WeightsDifferError
 from rollgrad.application.engines.changes import Changes
 from rollgrad.application.settings.sections.actor import LoraConfig

@@ -1,7 +1,7 @@
 """Models that are not trained, divided by DeepSpeed as the trained ones are: a reference that is as large as the actor
 has no more room.
 
-Does not own: how the models are loaded (`adapters/models/torch/loading.py`).
+Does not own: how the models are loaded (`adapters/models/torch/loading/loading.py`).
 """
 
 from collections.abc import Callable

@@ -24,16 +24,16 @@ from rollgrad.adapters.models.deepspeed import tensor_parallel
 from rollgrad.adapters.models.deepspeed.partition import fetch_heads, own_run, partition
 from rollgrad.adapters.models.deepspeed.processes import deepspeed_library
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, engine_config, make_adam
-from rollgrad.adapters.models.torch.ema import MovingAverage
-from rollgrad.adapters.models.torch.loss_scaling import Scaling
-from rollgrad.adapters.models.torch.muon import MOMENTUM, orthogonal, whole_directions
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings, set_rates, sleeping, stepping
-from rollgrad.adapters.models.torch.optimizer_state import MOMENTS, check_state, moment_keys
-from rollgrad.adapters.models.torch.sleeping import SleepingTensors
-from rollgrad.adapters.models.torch.stored_state import StoredTensor, whole_tensor, write_parts
-from rollgrad.adapters.models.torch.trained_module import TrainedModule, Whole, as_it_is
-from rollgrad.adapters.models.torch.untrained_parameters import GradientProof
-from rollgrad.adapters.models.torch.weight_shards import whole_shape
+from rollgrad.adapters.models.torch.loading.weight_shards import whole_shape
+from rollgrad.adapters.models.torch.optimizers.ema import MovingAverage
+from rollgrad.adapters.models.torch.optimizers.loss_scaling import Scaling
+from rollgrad.adapters.models.torch.optimizers.muon import MOMENTUM, orthogonal, whole_directions
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings, set_rates, sleeping, stepping
+from rollgrad.adapters.models.torch.optimizers.optimizer_state import MOMENTS, check_state, moment_keys
+from rollgrad.adapters.models.torch.optimizers.sleeping import SleepingTensors
+from rollgrad.adapters.models.torch.optimizers.stored_state import StoredTensor, whole_tensor, write_parts
+from rollgrad.adapters.models.torch.optimizers.trained_module import TrainedModule, Whole, as_it_is
+from rollgrad.adapters.models.torch.optimizers.untrained_parameters import GradientProof
 from rollgrad.application.settings.sections.ds import GRADIENTS, PARAMETERS
 from rollgrad.domain.batches.metrics import Common
 

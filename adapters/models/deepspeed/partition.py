@@ -1,4 +1,4 @@
-"""Hands the weights of which a process has a share (`adapters/models/torch/weight_shards.py`) over to ZeRO stage 3.
+"""Hands weights of which a process has a share (`adapters/models/torch/loading/weight_shards.py`) to ZeRO stage 3.
 
 Does not own: how a model is loaded, nor what ZeRO does with it.
 """
@@ -8,8 +8,13 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
-from rollgrad.adapters.models.torch.scorers import Scorer
-from rollgrad.adapters.models.torch.weight_shards import is_sharded, parameter_places, replace_parameter, together
+from rollgrad.adapters.models.torch.heads.scorers import Scorer
+from rollgrad.adapters.models.torch.loading.weight_shards import (
+    is_sharded,
+    parameter_places,
+    replace_parameter,
+    together,
+)
 
 
 def fetch_heads(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ from attrs import Factory, frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.deepspeed.extra import config_problems, merged
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.application.settings.sections.ds import BUCKET_NUMBERS, PARAMETERS
 from rollgrad.domain.control.loss_scale import FIRST
 from rollgrad.domain.errors import ConfigurationError, raise_together

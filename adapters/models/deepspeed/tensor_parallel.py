@@ -20,10 +20,10 @@ from torch import Tensor, distributed, nn
 
 from rollgrad.adapters.models.deepspeed.settings import NEVER, number_format
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.logits import VocabularyShare
-from rollgrad.adapters.models.torch.padded import require_packed
-from rollgrad.adapters.models.torch.recurrent_layers import recurrent_types
-from rollgrad.adapters.models.torch.weight_shards import layer_parts, make_whole
+from rollgrad.adapters.models.torch.heads.logits import VocabularyShare
+from rollgrad.adapters.models.torch.layers.padded import require_packed
+from rollgrad.adapters.models.torch.layers.recurrent_layers import recurrent_types
+from rollgrad.adapters.models.torch.loading.weight_shards import layer_parts, make_whole
 from rollgrad.domain.errors import ConfigurationError
 
 

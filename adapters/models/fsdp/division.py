@@ -19,9 +19,8 @@ import torch
 from attrs import frozen
 from torch import Tensor, distributed, nn
 
-from rollgrad.adapters.models.torch.expert_parallel import divided_stacks, exchange_tokens, expert_groups
-from rollgrad.adapters.models.torch.untrained_parameters import may_lack_gradient
-from rollgrad.adapters.models.torch.weight_shards import (
+from rollgrad.adapters.models.torch.experts.expert_parallel import divided_stacks, exchange_tokens, expert_groups
+from rollgrad.adapters.models.torch.loading.weight_shards import (
     WHOLE_SHAPE,
     Place,
     expert_meshes,
@@ -32,6 +31,7 @@ from rollgrad.adapters.models.torch.weight_shards import (
     replace_parameter,
     whole_shape,
 )
+from rollgrad.adapters.models.torch.optimizers.untrained_parameters import may_lack_gradient
 from rollgrad.domain.errors import ConfigurationError
 
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from rollgrad.adapters.models.fsdp.division import divide, rows_of
-from rollgrad.adapters.models.torch.loss_scaling import Scaling
-from rollgrad.adapters.models.torch.muon import orthogonal
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings, sleeping
-from rollgrad.adapters.models.torch.stored_state import StoredTensor, whole_tensor, write_state
-from rollgrad.adapters.models.torch.trained_module import Whole
-from rollgrad.adapters.models.torch.weight_shards import whole_shape
+from rollgrad.adapters.models.torch.loading.weight_shards import whole_shape
+from rollgrad.adapters.models.torch.optimizers.loss_scaling import Scaling
+from rollgrad.adapters.models.torch.optimizers.muon import orthogonal
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings, sleeping
+from rollgrad.adapters.models.torch.optimizers.stored_state import StoredTensor, whole_tensor, write_state
+from rollgrad.adapters.models.torch.optimizers.trained_module import Whole
 
 
 class FSDPTrainedModule(MasterOptimizer):

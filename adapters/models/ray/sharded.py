@@ -1,7 +1,7 @@
 """Policy, critic and reference whose parts are in the processes of a group, behind the ports of models.
 
 A batch is divided by tokens (`domain.batches.sharding`) over the processes, or over groups of neighbouring ranks: all
-of a group get one part (`wire.py`), and divide its tokens among them (`adapters.models.torch.sequence_parallel`).
+of a group get one part (`wire.py`), and divide its tokens (`adapters.models.torch.layers.sequence_parallel`).
 Weights are sent by the processes themselves and cross no pipe.
 Does not own: how a process computes its part (`adapters.models.torch`, `adapters.models.deepspeed`).
 """

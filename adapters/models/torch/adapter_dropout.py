@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rollgrad.adapters.models.torch.layout import build_layout
-from rollgrad.adapters.models.torch.lora import ADAPTER
-from rollgrad.adapters.models.torch.moving import to_device
-from rollgrad.adapters.models.torch.padded import is_padded, padded_layout
-from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
+from rollgrad.adapters.models.torch.kernels.moving import to_device
+from rollgrad.adapters.models.torch.layers.layout import build_layout
+from rollgrad.adapters.models.torch.layers.padded import is_padded, padded_layout
+from rollgrad.adapters.models.torch.layers.sequence_parallel import SequenceGroup
+from rollgrad.adapters.models.torch.loading.lora import ADAPTER
 from rollgrad.adapters.models.torch.step_tokens import StepTokens
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.fusing import compiled, reason, tell_time
-from rollgrad.adapters.models.torch.padded import is_padded
-from rollgrad.adapters.models.torch.weight_shards import layer_stacks
+from rollgrad.adapters.models.torch.kernels.fusing import compiled, reason, tell_time
+from rollgrad.adapters.models.torch.layers.padded import is_padded
+from rollgrad.adapters.models.torch.loading.weight_shards import layer_stacks
 from rollgrad.domain.errors import ConfigurationError
 
 TURNED_OFF = "TORCHDYNAMO_DISABLE"

@@ -15,19 +15,19 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from rollgrad.adapters.models.torch.allowed_tokens import allowed_tokens
-from rollgrad.adapters.models.torch.attention import backbone
-from rollgrad.adapters.models.torch.compatibility import check_positions
-from rollgrad.adapters.models.torch.distillation import KeptTeacher, Logits, Targets, Teacher
-from rollgrad.adapters.models.torch.expert_balance import chosen_experts, routed, token_counts
-from rollgrad.adapters.models.torch.images import batch_positions, run_body
-from rollgrad.adapters.models.torch.layout import build_layout
-from rollgrad.adapters.models.torch.logits import logit_form
-from rollgrad.adapters.models.torch.moving import to_device
-from rollgrad.adapters.models.torch.padded import is_padded, padded_layout, padded_outputs
-from rollgrad.adapters.models.torch.router_replay import router_replay
-from rollgrad.adapters.models.torch.scorers import OutcomeScorer, Scorer
-from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, SequenceShare, sequence_group
+from rollgrad.adapters.models.torch.experts.expert_balance import chosen_experts, routed, token_counts
+from rollgrad.adapters.models.torch.experts.router_replay import router_replay
+from rollgrad.adapters.models.torch.heads.allowed_tokens import allowed_tokens
+from rollgrad.adapters.models.torch.heads.distillation import KeptTeacher, Logits, Targets, Teacher
+from rollgrad.adapters.models.torch.heads.logits import logit_form
+from rollgrad.adapters.models.torch.heads.scorers import OutcomeScorer, Scorer
+from rollgrad.adapters.models.torch.kernels.moving import to_device
+from rollgrad.adapters.models.torch.layers.attention import backbone
+from rollgrad.adapters.models.torch.layers.images import batch_positions, run_body
+from rollgrad.adapters.models.torch.layers.layout import build_layout
+from rollgrad.adapters.models.torch.layers.padded import is_padded, padded_layout, padded_outputs
+from rollgrad.adapters.models.torch.layers.sequence_parallel import SequenceGroup, SequenceShare, sequence_group
+from rollgrad.adapters.models.torch.loading.compatibility import check_positions
 from rollgrad.domain.algorithms.losses.centering import SamplerHead, ScoreCentering
 from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch
 from rollgrad.domain.batches.teaching import as_taught

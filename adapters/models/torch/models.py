@@ -17,30 +17,30 @@ import torch
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
-from rollgrad.adapters.models.torch.distillation import KeptTeacher, Teacher
-from rollgrad.adapters.models.torch.expert_balance import StepRouting, check_routers
+from rollgrad.adapters.models.torch.experts.expert_balance import StepRouting, check_routers
+from rollgrad.adapters.models.torch.experts.router_replay import scored_with_experts
 from rollgrad.adapters.models.torch.forward import PackedLM, predicted, scattered
-from rollgrad.adapters.models.torch.gradients import optimizer_step
-from rollgrad.adapters.models.torch.lora import (
+from rollgrad.adapters.models.torch.heads.distillation import KeptTeacher, Teacher
+from rollgrad.adapters.models.torch.layers.padded import is_padded
+from rollgrad.adapters.models.torch.loading.lora import (
     NamedWeight,
     adapter_weights,
     plain_buffers,
     plain_weights,
     save_adapter,
 )
+from rollgrad.adapters.models.torch.loading.saving import save_in_files, save_pretrained
+from rollgrad.adapters.models.torch.loading.weight_shards import whole_layers
 from rollgrad.adapters.models.torch.neftune import EmbeddingNoise
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.optimizer_state import check_same_weights
-from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.optimizers.gradients import optimizer_step
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer_state import check_same_weights
+from rollgrad.adapters.models.torch.optimizers.state_copy import CopiesState
+from rollgrad.adapters.models.torch.optimizers.stored_state import opened
+from rollgrad.adapters.models.torch.optimizers.trained_module import TrainedModule
 from rollgrad.adapters.models.torch.recomputation import Recomputation
-from rollgrad.adapters.models.torch.router_replay import scored_with_experts
-from rollgrad.adapters.models.torch.saving import save_in_files, save_pretrained
 from rollgrad.adapters.models.torch.sent_names import sent_buffers, sent_weights
-from rollgrad.adapters.models.torch.state_copy import CopiesState
-from rollgrad.adapters.models.torch.stored_state import opened
-from rollgrad.adapters.models.torch.trained_module import TrainedModule
 from rollgrad.adapters.models.torch.weight_parts import weight_parts
-from rollgrad.adapters.models.torch.weight_shards import whole_layers
 from rollgrad.adapters.weights.shared_buckets import Run
 from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.algorithms.losses.centering import ScoreCentering

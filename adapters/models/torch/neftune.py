@@ -13,9 +13,9 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from rollgrad.adapters.models.torch.layout import Layout, build_layout
-from rollgrad.adapters.models.torch.moving import to_device
-from rollgrad.adapters.models.torch.padded import is_padded, padded_layout
+from rollgrad.adapters.models.torch.kernels.moving import to_device
+from rollgrad.adapters.models.torch.layers.layout import Layout, build_layout
+from rollgrad.adapters.models.torch.layers.padded import is_padded, padded_layout
 from rollgrad.adapters.models.torch.step_tokens import StepTokens
 from rollgrad.domain.batches.packed import PackedBatch
 

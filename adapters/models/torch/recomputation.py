@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
+from rollgrad.adapters.models.torch.experts.router_replay import router_replay
 from rollgrad.adapters.models.torch.offloading import OffloadedInputs, Transfers, transfers_of
-from rollgrad.adapters.models.torch.router_replay import router_replay
 from rollgrad.application.settings.sections.actor import Checkpointing
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ ATTENTION = frozenset(
         "torch_attn::_varlen_attn",
     }
 )
-"""Names of the operations that compute attention (`kernels.py`)."""
+"""Names of the operations that compute attention (`kernels/attention.py`)."""
 
 NARROW = 0.5
 """Share of the model's width from which on the inner dimension of a product is wide."""

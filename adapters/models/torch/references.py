@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollgrad.adapters.models.torch.chunked_logprobs import chunk_bytes
-from rollgrad.adapters.models.torch.distillation import Teacher
 from rollgrad.adapters.models.torch.forward import PackedLM, live_logits, predicted
-from rollgrad.adapters.models.torch.lora import without_adapters
+from rollgrad.adapters.models.torch.heads.chunked_logprobs import chunk_bytes
+from rollgrad.adapters.models.torch.heads.distillation import Teacher
+from rollgrad.adapters.models.torch.layers.padded import is_padded
+from rollgrad.adapters.models.torch.layers.sequence_parallel import sequence_group
+from rollgrad.adapters.models.torch.loading.lora import without_adapters
 from rollgrad.adapters.models.torch.models import TorchPolicy, token_scores
-from rollgrad.adapters.models.torch.padded import is_padded
-from rollgrad.adapters.models.torch.sequence_parallel import sequence_group
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.ports.models import PredictingModel, Predictions, ReferenceModel, TeacherModel, TokenScores
 

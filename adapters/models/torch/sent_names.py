@@ -11,7 +11,7 @@ from typing import Any
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.lora import NamedWeight, plain_buffers, plain_weights
+from rollgrad.adapters.models.torch.loading.lora import NamedWeight, plain_buffers, plain_weights
 
 JOINED = {".experts.gate_up_proj": ".experts.w13", ".experts.down_proj": ".experts.w2"}
 """vLLM's names of joined experts by those of transformers, where files have w1, w2 and w3."""

@@ -11,10 +11,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.gradients import accumulate_gradients
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.gradients import accumulate_gradients
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import Batch
 from rollgrad.domain.batches.passes import Passes

@@ -9,10 +9,10 @@ from itertools import chain
 
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.lora import NamedWeight
-from rollgrad.adapters.models.torch.quantised import is_quantised
-from rollgrad.adapters.models.torch.trained_module import TrainedModule
-from rollgrad.adapters.models.torch.weight_shards import whole_shape
+from rollgrad.adapters.models.torch.loading.lora import NamedWeight
+from rollgrad.adapters.models.torch.loading.quantised import is_quantised
+from rollgrad.adapters.models.torch.loading.weight_shards import whole_shape
+from rollgrad.adapters.models.torch.optimizers.trained_module import TrainedModule
 from rollgrad.adapters.weights.shared_buckets import Run
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.adapter_dropout import dropped, feature_keys, token_keys
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.layers.padded import use_fast_attention
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.models.torch.padded import use_fast_attention
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.application.settings.sections.actor import Checkpointing, LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError

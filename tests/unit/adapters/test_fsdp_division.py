@@ -11,11 +11,11 @@ from torch import distributed, nn
 
 from rollgrad.adapters.models.fsdp.division import divide
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
-from rollgrad.adapters.models.torch import row_widths
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer
-from rollgrad.adapters.models.torch.own_optimizer import OwnOptimizer
+from rollgrad.adapters.models.torch.kernels import row_widths
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer
+from rollgrad.adapters.models.torch.optimizers.own_optimizer import OwnOptimizer
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import ConfigurationError

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.models.ray.wire import SentReplies
-from rollgrad.adapters.models.torch.attention import install_attention
-from rollgrad.adapters.models.torch.classifier import sequence_classifier
 from rollgrad.adapters.models.torch.forward import PackedReward
-from rollgrad.adapters.models.torch.images import joined_tensors, placeholders
-from rollgrad.adapters.models.torch.layout import build_layout
-from rollgrad.adapters.models.torch.reward_model import RewardModel, _packed
-from rollgrad.adapters.models.torch.reward_text import EncodedText
-from rollgrad.adapters.models.torch.together import PassesTogether
+from rollgrad.adapters.models.torch.layers.attention import install_attention
+from rollgrad.adapters.models.torch.layers.classifier import sequence_classifier
+from rollgrad.adapters.models.torch.layers.images import joined_tensors, placeholders
+from rollgrad.adapters.models.torch.layers.layout import build_layout
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel, _packed
+from rollgrad.adapters.models.torch.rewards.reward_text import EncodedText
+from rollgrad.adapters.models.torch.rewards.together import PassesTogether
 from rollgrad.domain.batches.examples import pack_comparisons
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.episodes.images import PlacedImages

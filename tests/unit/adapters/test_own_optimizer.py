@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.own_optimizer import OwnOptimizer
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.own_optimizer import OwnOptimizer
 from rollgrad.domain.errors import ConfigurationError, ForeignError
 
 Groups = list[dict[str, Any]]

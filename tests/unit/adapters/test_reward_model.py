@@ -8,8 +8,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from rollgrad.adapters.models.torch.reward_model import RewardModel
-from rollgrad.adapters.models.torch.reward_text import needs_bos, same_vocabulary
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
+from rollgrad.adapters.models.torch.rewards.reward_text import needs_bos, same_vocabulary
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.algorithms.shaping_settings import Normalise
@@ -220,7 +220,7 @@ def test_a_text_that_cannot_be_scored_leaves_no_other_process_waiting(
 ) -> None:
     tokenizer.eos_token = None
     others = iter([True, False])  # another process makes one pass
-    whose = "rollgrad.adapters.models.torch.together.PassesTogether._any_has"
+    whose = "rollgrad.adapters.models.torch.rewards.together.PassesTogether._any_has"
     monkeypatch.setattr(whose, lambda self, mine: mine or next(others))
     passes: list[Any] = []
 

@@ -13,8 +13,8 @@ from rollgrad.adapters.engines.embedded import decoding
 from rollgrad.adapters.engines.embedded.decoding import Decoder
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, Place
 from rollgrad.adapters.engines.embedded.step_graphs import CudaCapture, StepGraphs, step_graphs
-from rollgrad.adapters.models.torch.compatibility import install_and_compare
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from tests.fakes.step_graphs import Cuda, Recorder
 from tests.tiny_architectures import tiny_model
 

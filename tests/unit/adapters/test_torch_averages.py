@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 from torch import nn
 
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.domain.errors import CheckpointError
 from tests.fakes import cluster, lora
 

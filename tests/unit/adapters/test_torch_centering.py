@@ -8,10 +8,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.models.torch import chunked_logprobs
-from rollgrad.adapters.models.torch.attention import install_attention
-from rollgrad.adapters.models.torch.chunked_logprobs import token_logprobs
 from rollgrad.adapters.models.torch.forward import PackedLM, scattered
+from rollgrad.adapters.models.torch.heads import chunked_logprobs
+from rollgrad.adapters.models.torch.heads.chunked_logprobs import token_logprobs
+from rollgrad.adapters.models.torch.layers.attention import install_attention
 from rollgrad.adapters.models.torch.models import CENTRED
 from rollgrad.application.settings.memory_plan_passes import CENTRED_BYTES
 from rollgrad.domain.algorithms.losses.centering import SamplerHead, ScoreCentering

@@ -8,12 +8,12 @@ import torch
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK
-from rollgrad.adapters.models.torch import attention
-from rollgrad.adapters.models.torch.attention_buckets import chunks
-from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.layout import Node
-from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.layers import attention
+from rollgrad.adapters.models.torch.layers.attention_buckets import chunks
+from rollgrad.adapters.models.torch.layers.layout import Node
+from rollgrad.adapters.models.torch.layers.padded import is_padded
+from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from tests.model_sweep import LOGPROB_TOLERANCE, engine_gap, packed_gaps
 from tests.tiny_architectures import tiny_model

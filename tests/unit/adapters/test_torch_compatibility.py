@@ -9,14 +9,14 @@ from attrs import evolve
 
 from rollgrad.adapters.engines.embedded import decoding, plans
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
-from rollgrad.adapters.models.torch import attention
-from rollgrad.adapters.models.torch.compatibility import check_positions
-from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.logits import LogitForm, logit_form
-from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.heads.logits import LogitForm, logit_form
+from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
+from rollgrad.adapters.models.torch.layers import attention
+from rollgrad.adapters.models.torch.layers.padded import is_padded
+from rollgrad.adapters.models.torch.loading.compatibility import check_positions
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
+from rollgrad.adapters.models.torch.planning.shape import model_shape
 from rollgrad.adapters.models.torch.references import TorchReference
-from rollgrad.adapters.models.torch.score_form import ScoreForm
-from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.batches.packed import pack

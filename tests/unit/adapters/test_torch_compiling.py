@@ -14,17 +14,17 @@ from rollgrad.adapters.engines.embedded.decoding import decoder_of
 from rollgrad.adapters.engines.embedded.kv_cache import Place
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
 from rollgrad.adapters.models.torch import compiling
-from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.compiling import compile_layers
+from rollgrad.adapters.models.torch.experts.router_replay import install_router_replay, scored_with_experts
 from rollgrad.adapters.models.torch.forward import PackedLM, scatter
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import add_lora
+from rollgrad.adapters.models.torch.loading.weight_shards import layer_stacks
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from rollgrad.adapters.models.torch.references import AdapterlessReference
-from rollgrad.adapters.models.torch.router_replay import install_router_replay, scored_with_experts
-from rollgrad.adapters.models.torch.weight_shards import layer_stacks
 from rollgrad.application.settings.rules import setting_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import ActorConfig, AdapterConfig, Checkpointing, DType

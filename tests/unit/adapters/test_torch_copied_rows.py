@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rollgrad.adapters.models.torch.attention import ForestAttention
-from rollgrad.adapters.models.torch.copied_rows import CopiedRows
-from rollgrad.adapters.models.torch.kernels import dense
-from rollgrad.adapters.models.torch.layout import Node, Span, between
-from rollgrad.adapters.models.torch.score_form import ScoreForm
+from rollgrad.adapters.models.torch.kernels.attention import dense
+from rollgrad.adapters.models.torch.kernels.copied_rows import CopiedRows
+from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
+from rollgrad.adapters.models.torch.layers.attention import ForestAttention
+from rollgrad.adapters.models.torch.layers.layout import Node, Span, between
 from tests.operations import Operations
 from tests.pretended_gpu import CUDA, WAITED, pretended_gpu
 

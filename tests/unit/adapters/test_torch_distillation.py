@@ -11,8 +11,9 @@ from attrs import evolve
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from rollgrad.adapters.models.torch import chunked_logprobs
-from rollgrad.adapters.models.torch.distillation import (
+from rollgrad.adapters.models.torch.forward import PackedLM
+from rollgrad.adapters.models.torch.heads import chunked_logprobs
+from rollgrad.adapters.models.torch.heads.distillation import (
     DistillationSettings,
     KeptTeacher,
     Logits,
@@ -21,9 +22,8 @@ from rollgrad.adapters.models.torch.distillation import (
     distilled_logprobs,
     teacher_target,
 )
-from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.logits import LogitForm
+from rollgrad.adapters.models.torch.heads.logits import LogitForm
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.application.settings.memory_plan_passes import DISTILLED_LOGITS, DISTILLED_SLICES
 from rollgrad.domain.batches.examples import pack_sequences

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import adapter_numbers, add_lora
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import adapter_numbers, add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.references import AdapterlessReference
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.expert_parallel import expert_stacks
-from rollgrad.adapters.models.torch.shape import model_shape
+from rollgrad.adapters.models.torch.experts.expert_parallel import expert_stacks
+from rollgrad.adapters.models.torch.planning.shape import model_shape
 from rollgrad.domain.errors import ConfigurationError
 from tests.fakes import expert_parallel
 from tests.meeting_processes import results_of

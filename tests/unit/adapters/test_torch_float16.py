@@ -10,9 +10,9 @@ from attrs import evolve
 from structlog.testing import capture_logs
 from torch import nn
 
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_critic, load_tokenizer
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_critic, load_tokenizer
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.domain.control.loss_scale import WINDOW
 from rollgrad.domain.errors import ConfigurationError, NonFiniteUpdateError
 from tests.fakes import cluster
@@ -174,7 +174,7 @@ def test_a_policy_trains_nearer_to_float32_than_in_bfloat16(
 
 
 def _with_adapters(rank: int) -> Any:
-    from rollgrad.adapters.models.torch.lora import add_lora
+    from rollgrad.adapters.models.torch.loading.lora import add_lora
     from rollgrad.application.settings.sections.actor import LoraConfig
 
     def load(*arguments: Any, **keywords: Any) -> Any:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.attention import ForestAttention
-from rollgrad.adapters.models.torch.kernels import dense
-from rollgrad.adapters.models.torch.layout import Node
-from rollgrad.adapters.models.torch.score_form import ScoreForm
+from rollgrad.adapters.models.torch.kernels.attention import dense
+from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
+from rollgrad.adapters.models.torch.layers.attention import ForestAttention
+from rollgrad.adapters.models.torch.layers.layout import Node
 
 FOREST = [
     Node(0, 1500),

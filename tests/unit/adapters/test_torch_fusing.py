@@ -9,11 +9,11 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from rollgrad.adapters.models.torch import chunked_logprobs as head
-from rollgrad.adapters.models.torch import fusing
-from rollgrad.adapters.models.torch.chunked_logprobs import token_logprobs
-from rollgrad.adapters.models.torch.fusing import is_fused
-from rollgrad.adapters.models.torch.logits import LogitForm
+from rollgrad.adapters.models.torch.heads import chunked_logprobs as head
+from rollgrad.adapters.models.torch.heads.chunked_logprobs import token_logprobs
+from rollgrad.adapters.models.torch.heads.logits import LogitForm
+from rollgrad.adapters.models.torch.kernels import fusing
+from rollgrad.adapters.models.torch.kernels.fusing import is_fused
 from tests.compiled_layers import fusing_on_a_cpu, graphs
 
 VOCABULARY, HIDDEN = 37, 16
@@ -129,7 +129,7 @@ def test_memory_that_runs_out_is_no_failure_of_the_compiler(monkeypatch: pytest.
 
 def test_the_time_that_compiling_takes_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("rollgrad.adapters.models.torch.fusing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rollgrad.adapters.models.torch.kernels.fusing.time.monotonic", lambda: now[0])
     told = fusing._CompileTime()
     told.causes |= {"actor.compile": None, "output head": None}
     with capture_logs() as logs:

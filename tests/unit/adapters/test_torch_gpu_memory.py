@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, make_adam
 from rollgrad.adapters.models.ray import rank_worker
 from rollgrad.adapters.models.ray.rank_worker import RankWorker
-from rollgrad.adapters.models.torch import allocator, chunked_logprobs
-from rollgrad.adapters.models.torch.chunked_logprobs import CHUNK_BYTES, chunk_bytes, token_logprobs
-from rollgrad.adapters.models.torch.logits import LogitForm
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.optimizer_state import MOMENTS
+from rollgrad.adapters.models.torch import allocator
+from rollgrad.adapters.models.torch.heads import chunked_logprobs
+from rollgrad.adapters.models.torch.heads.chunked_logprobs import CHUNK_BYTES, chunk_bytes, token_logprobs
+from rollgrad.adapters.models.torch.heads.logits import LogitForm
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer_state import MOMENTS
 
 CUDA = torch.device("cuda", 0)
 GIB = 2**30

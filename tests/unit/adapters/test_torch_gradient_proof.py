@@ -5,8 +5,8 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.untrained_parameters import GradientProof
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.untrained_parameters import GradientProof
 from rollgrad.domain.errors import UntrainedParameterError
 
 SETTINGS = OptimizerSettings(lr=0.1)

@@ -10,10 +10,10 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from rollgrad.adapters.models.torch import chunked_logprobs as head
-from rollgrad.adapters.models.torch.allowed_tokens import AllowedTokens
-from rollgrad.adapters.models.torch.chunked_logprobs import token_logprobs
-from rollgrad.adapters.models.torch.logits import LogitForm, VocabularyShare
+from rollgrad.adapters.models.torch.heads import chunked_logprobs as head
+from rollgrad.adapters.models.torch.heads.allowed_tokens import AllowedTokens
+from rollgrad.adapters.models.torch.heads.chunked_logprobs import token_logprobs
+from rollgrad.adapters.models.torch.heads.logits import LogitForm, VocabularyShare
 from rollgrad.application.settings.memory_plan_passes import LOGITS_OF_A_SLICE
 
 VOCABULARY, HIDDEN = 37, 16

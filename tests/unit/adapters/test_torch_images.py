@@ -14,13 +14,13 @@ from rollgrad.adapters.chat.image_files import opened
 from rollgrad.adapters.chat.pictures import ImageRenderer
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch import image_attention
-from rollgrad.adapters.models.torch.attention import install_attention
 from rollgrad.adapters.models.torch.compiling import compile_layers
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.image_check import check_images
-from rollgrad.adapters.models.torch.images import joined_tensors, placeholders
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.layers import image_attention
+from rollgrad.adapters.models.torch.layers.attention import install_attention
+from rollgrad.adapters.models.torch.layers.images import joined_tensors, placeholders
+from rollgrad.adapters.models.torch.loading.image_check import check_images
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.application.episodes.ledger import TokenLedger
 from rollgrad.application.episodes.runtime import AgentRuntime
 from rollgrad.application.episodes.session import AgentSession

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rollgrad.adapters.models.torch import attention, kernels
-from rollgrad.adapters.models.torch.attention import ForestAttention
-from rollgrad.adapters.models.torch.kernels import dense, dense_with_logsumexp, has_varlen
-from rollgrad.adapters.models.torch.layout import Node
-from rollgrad.adapters.models.torch.score_form import ScoreForm
+from rollgrad.adapters.models.torch.kernels import attention as kernels
+from rollgrad.adapters.models.torch.kernels.attention import dense, dense_with_logsumexp, has_varlen
+from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
+from rollgrad.adapters.models.torch.layers import attention
+from rollgrad.adapters.models.torch.layers.attention import ForestAttention
+from rollgrad.adapters.models.torch.layers.layout import Node
 
 CUDA = torch.device("cuda", 0)
 NODES = [

@@ -7,11 +7,11 @@ import torch
 
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch.attention import backbone
-from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.layer_plans import loses_plans, noted_plan
-from rollgrad.adapters.models.torch.padded import is_padded
+from rollgrad.adapters.models.torch.layers.attention import backbone
+from rollgrad.adapters.models.torch.layers.layer_plans import loses_plans, noted_plan
+from rollgrad.adapters.models.torch.layers.padded import is_padded
+from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from tests.model_sweep import GRADIENT_TOLERANCE, LOGPROB_TOLERANCE, engine_gap, packed_gaps
 from tests.tiny_architectures import tiny_model

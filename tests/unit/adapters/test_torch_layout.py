@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.adapters.models.torch.layout import build_layout, prefill_layout
+from rollgrad.adapters.models.torch.layers.layout import build_layout, prefill_layout
 from rollgrad.domain.batches.packed import pack
 from rollgrad.testing.agent_executor import make_trajectory
 

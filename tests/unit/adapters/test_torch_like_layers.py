@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.models.torch import pass_memory
-from rollgrad.adapters.models.torch.like_layers import LikeLayers, Span, together
-from rollgrad.adapters.models.torch.pass_memory import measured_passes
+from rollgrad.adapters.models.torch.planning import pass_memory
+from rollgrad.adapters.models.torch.planning.like_layers import LikeLayers, Span, together
+from rollgrad.adapters.models.torch.planning.pass_memory import measured_passes
 from rollgrad.application.settings.model_shape import PassMemory
 from rollgrad.application.settings.sections.actor import Checkpointing
 from tests.tiny_architectures import tiny_config

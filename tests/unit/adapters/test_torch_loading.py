@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.models.torch.attention import ATTENTION, attention_forward, install_attention
-from rollgrad.adapters.models.torch.compatibility import usable_positions
-from rollgrad.adapters.models.torch.loading import (
+from rollgrad.adapters.models.torch.heads.logits import LogitForm, logit_form
+from rollgrad.adapters.models.torch.layers.attention import ATTENTION, attention_forward, install_attention
+from rollgrad.adapters.models.torch.layers.padded import is_padded
+from rollgrad.adapters.models.torch.loading.compatibility import usable_positions
+from rollgrad.adapters.models.torch.loading.loading import (
     _from_pretrained,
     load_causal_lm,
     load_critic,
     load_tokenizer,
     resolve_dtype,
 )
-from rollgrad.adapters.models.torch.logits import LogitForm, logit_form
-from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from tests.tiny_architectures import tiny_model
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import (
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import (
     SAVED_PREFIX,
     adapter_numbers,
     adapter_weights,
@@ -22,10 +22,10 @@ from rollgrad.adapters.models.torch.lora import (
     without_adapters,
 )
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.planning.shape import model_shape
 from rollgrad.adapters.models.torch.references import AdapterlessReference, TorchReference
-from rollgrad.adapters.models.torch.shape import model_shape
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.application.settings.sections.actor import ActorConfig, AdapterConfig, Checkpointing, DType, LoraConfig
 from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.domain.batches.packed import PackedBatch

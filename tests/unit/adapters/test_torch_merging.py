@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from rollgrad.adapters.chat.pictures import load_processor
-from rollgrad.adapters.models.torch import merging
-from rollgrad.adapters.models.torch.classifier import classifier_class
-from rollgrad.adapters.models.torch.images import model_factory
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import adapter_weights, add_lora, save_adapter
-from rollgrad.adapters.models.torch.merging import merge_lora
+from rollgrad.adapters.models.torch.layers.classifier import classifier_class
+from rollgrad.adapters.models.torch.layers.images import model_factory
+from rollgrad.adapters.models.torch.loading import merging
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import adapter_weights, add_lora, save_adapter
+from rollgrad.adapters.models.torch.loading.merging import merge_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.entrypoints.cli.main import main

@@ -9,10 +9,10 @@ import pytest
 import torch
 from attrs import evolve
 
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.application.settings.sections.actor import ActorConfig, Checkpointing, DType
 from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue
-from rollgrad.adapters.models.torch.lora import add_lora
-from rollgrad.adapters.models.torch.muon import MuonSettings, hidden_matrices, orthogonal
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.loading.lora import add_lora
+from rollgrad.adapters.models.torch.optimizers.muon import MuonSettings, hidden_matrices, orthogonal
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError
 from tests.tiny_architectures import tiny_model as tiny_architecture

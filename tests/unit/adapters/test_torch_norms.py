@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rollgrad.adapters.models.torch.norms import install_norms, rms_norms
-from rollgrad.adapters.models.torch.pass_memory import _normalise_as_on_a_gpu
+from rollgrad.adapters.models.torch.layers.norms import install_norms, rms_norms
+from rollgrad.adapters.models.torch.planning.pass_memory import _normalise_as_on_a_gpu
 from tests.tiny_architectures import tiny_model
 
 HIDDEN = 32

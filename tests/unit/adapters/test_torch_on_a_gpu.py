@@ -14,15 +14,15 @@ from attrs import evolve
 
 from rollgrad.adapters.engines.embedded.decoding import check_decoding
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch.allowed_tokens import follow_grammars
-from rollgrad.adapters.models.torch.distillation import DistillationSettings, KeptTeacher
 from rollgrad.adapters.models.torch.forward import PackedLM, scattered
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.heads.allowed_tokens import follow_grammars
+from rollgrad.adapters.models.torch.heads.distillation import DistillationSettings, KeptTeacher
+from rollgrad.adapters.models.torch.layers.padded import is_padded
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.padded import is_padded
 from rollgrad.adapters.models.torch.references import TorchReference
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.domain.algorithms.losses.centering import ScoreCentering
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective

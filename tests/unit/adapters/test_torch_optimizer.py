@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
 from rollgrad.domain.control.learning_rate import lr_factor
 from rollgrad.domain.errors import CheckpointError, ExplodedWeightsError, NonFiniteUpdateError
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollgrad.adapters.models.torch import attention_buckets
-from rollgrad.adapters.models.torch.attention import install_attention
 from rollgrad.adapters.models.torch.forward import PackedLM, scatter
-from rollgrad.adapters.models.torch.layout import build_layout
+from rollgrad.adapters.models.torch.layers import attention_buckets
+from rollgrad.adapters.models.torch.layers.attention import install_attention
+from rollgrad.adapters.models.torch.layers.layout import build_layout
 from rollgrad.adapters.models.torch.references import TorchReference
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.testing.agent_executor import make_trajectory

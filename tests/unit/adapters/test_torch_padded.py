@@ -7,21 +7,22 @@ import pytest
 import torch
 
 from rollgrad.adapters.models.deepspeed.tensor_parallel import divided
-from rollgrad.adapters.models.torch import padded, row_widths, sequence_parallel
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedValue
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.models.torch.padded import (
+from rollgrad.adapters.models.torch.kernels import row_widths
+from rollgrad.adapters.models.torch.layers import padded, sequence_parallel
+from rollgrad.adapters.models.torch.layers.padded import (
     is_padded,
     mark_padded,
     padded_hidden,
     padded_layout,
     use_fast_attention,
 )
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.models import TorchPolicy
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from rollgrad.adapters.models.torch.references import AdapterlessReference, TorchReference
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.domain.errors import ConfigurationError
 from tests.fakes import cluster
 from tests.model_sweep import episodes

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.models.torch import pass_memory, uncomputed
 from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
 from rollgrad.adapters.models.torch.forward import PackedValue
-from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.padded import use_exact_attention
-from rollgrad.adapters.models.torch.pass_memory import ROUNDING, measured_passes
+from rollgrad.adapters.models.torch.layers.padded import use_exact_attention
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
+from rollgrad.adapters.models.torch.planning import pass_memory, uncomputed
+from rollgrad.adapters.models.torch.planning.pass_memory import ROUNDING, measured_passes
 from rollgrad.adapters.models.torch.recomputation import Recomputation
-from rollgrad.adapters.models.torch.reward_model import RewardModel
-from rollgrad.adapters.models.torch.reward_text import EncodedText
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
+from rollgrad.adapters.models.torch.rewards.reward_text import EncodedText
 from rollgrad.application.settings.model_shape import PassMemory, bytes_of_pass
 from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.batches.packed import PackedBatch, pack

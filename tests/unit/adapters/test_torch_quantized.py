@@ -11,9 +11,9 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.torch.compiling import compile_layers
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.quantised import is_quantised, quantised_numbers
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.quantised import is_quantised, quantised_numbers
 from rollgrad.adapters.models.torch.references import AdapterlessReference, TorchReference
 from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingExtraError

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from rollgrad.adapters.models.torch.layout import Node
-from rollgrad.adapters.models.torch.queries import Piece, divided, queries_of, tokens_of
+from rollgrad.adapters.models.torch.layers.layout import Node
+from rollgrad.adapters.models.torch.layers.queries import Piece, divided, queries_of, tokens_of
 
 FORESTS = {
     "one_sequence": [Node(0, 100_000)],

@@ -18,16 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rollgrad.adapters.models.torch import recomputation
 from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
-from rollgrad.adapters.models.torch.attention import install_attention
 from rollgrad.adapters.models.torch.forward import PackedLM
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.layers.attention import install_attention
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.offloading import OffloadedInputs, PlainTransfers, StreamTransfers
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.recomputation import Recomputation
-from rollgrad.adapters.models.torch.trained_reward import TorchReward
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.rewards.trained_reward import TorchReward
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.application.settings.rules import setting_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing, LoraConfig

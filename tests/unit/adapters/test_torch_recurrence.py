@@ -12,15 +12,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgrad.adapters.models.deepspeed.tensor_parallel import divided
-from rollgrad.adapters.models.torch import recurrent_layers, row_widths, sequence_parallel
-from rollgrad.adapters.models.torch.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.forward import PackedLM, PackedReward, PackedValue
-from rollgrad.adapters.models.torch.layout import Node, build_layout
-from rollgrad.adapters.models.torch.lora import add_lora
-from rollgrad.adapters.models.torch.padded import is_padded, mark_padded, use_fast_attention
+from rollgrad.adapters.models.torch.kernels import row_widths
+from rollgrad.adapters.models.torch.layers import recurrent_layers, sequence_parallel
+from rollgrad.adapters.models.torch.layers.layout import Node, build_layout
+from rollgrad.adapters.models.torch.layers.padded import is_padded, mark_padded, use_fast_attention
+from rollgrad.adapters.models.torch.layers.recurrence import ForestRecurrence, Segment, segments
+from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
+from rollgrad.adapters.models.torch.loading.lora import add_lora
+from rollgrad.adapters.models.torch.planning.shape import model_shape
 from rollgrad.adapters.models.torch.recomputation import train_without_dropout
-from rollgrad.adapters.models.torch.recurrence import ForestRecurrence, Segment, segments
-from rollgrad.adapters.models.torch.shape import model_shape
 from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError

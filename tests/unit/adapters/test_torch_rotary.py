@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollgrad.adapters.models.torch.rotary import NAME, _OnGPU, _turned, install_rotary, turns_halves
+from rollgrad.adapters.models.torch.layers.rotary import NAME, _OnGPU, _turned, install_rotary, turns_halves
 from tests.operations import Operations
 from tests.pretended_gpu import CUDA, pretended_gpu
 

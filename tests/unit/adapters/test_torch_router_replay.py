@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.experts.router_replay import install_router_replay, router_replay
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.models.torch.router_replay import install_router_replay, router_replay
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.application.engines.resuming import ContinuingEngine
 from rollgrad.application.settings.sections.actor import Checkpointing
 from rollgrad.domain.batches.packed import RolloutBatch, pack

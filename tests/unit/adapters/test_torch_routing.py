@@ -9,11 +9,11 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.expert_balance import chosen_experts
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.experts.expert_balance import chosen_experts
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.application.settings.sections.actor import Checkpointing, LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.sharding import weightless

@@ -10,12 +10,12 @@ import torch
 from safetensors import safe_open
 
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_critic
-from rollgrad.adapters.models.torch.lora import add_lora
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_critic
+from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
-from rollgrad.adapters.models.torch.trained_reward import TorchReward
-from rollgrad.adapters.models.torch.value import TorchValue
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.rewards.trained_reward import TorchReward
+from rollgrad.adapters.models.torch.rewards.value import TorchValue
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError
 from tests.full_disk import room_for_files_of
@@ -107,7 +107,7 @@ def test_a_critics_head_for_which_there_is_no_room(
     """It is written last, in a file of its own."""
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag="path")
     critic = TorchValue(model, tiny_tokenizer, OptimizerSettings(lr=0.1))
-    from rollgrad.adapters.models.torch import value
+    from rollgrad.adapters.models.torch.rewards import value
 
     monkeypatch.setattr(value, "save_in_files", lambda model, tokenizer, path, parts, writes: path.mkdir())
     with room_for_files_of(10), pytest.raises(CheckpointError, match="cannot be written"):

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK, KVCache, Place
 from rollgrad.adapters.engines.embedded.plans import Decode, DecodeInputs, Extend
-from rollgrad.adapters.models.torch import attention, attention_buckets, capped
-from rollgrad.adapters.models.torch.attention import ForestAttention
-from rollgrad.adapters.models.torch.layout import Node
-from rollgrad.adapters.models.torch.score_form import ScoreForm
-from rollgrad.adapters.models.torch.sinks import _gradient_of_sinks, with_sinks
+from rollgrad.adapters.models.torch.kernels import capped
+from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
+from rollgrad.adapters.models.torch.kernels.sinks import _gradient_of_sinks, with_sinks
+from rollgrad.adapters.models.torch.layers import attention, attention_buckets
+from rollgrad.adapters.models.torch.layers.attention import ForestAttention
+from rollgrad.adapters.models.torch.layers.layout import Node
 from tests.pretended_gpu import CUDA, pretended_gpu
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.layout import build_layout
-from rollgrad.adapters.models.torch.score_form import ScoreForm
-from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup
-from rollgrad.adapters.models.torch.shared_recurrence import for_each
+from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
+from rollgrad.adapters.models.torch.layers.layout import build_layout
+from rollgrad.adapters.models.torch.layers.sequence_parallel import SequenceGroup
+from rollgrad.adapters.models.torch.layers.shared_recurrence import for_each
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.testing.agent_executor import make_trajectory

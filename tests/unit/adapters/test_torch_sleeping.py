@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rollgrad.adapters.models.torch import sleeping
-from rollgrad.adapters.models.torch.muon import MuonSettings
-from rollgrad.adapters.models.torch.optimizer import MasterOptimizer, OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers import sleeping
+from rollgrad.adapters.models.torch.optimizers.muon import MuonSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
 
 CUDA = torch.device("cuda", 0)
 ADAM = OptimizerSettings(lr=0.1, ema_beta=0.5)

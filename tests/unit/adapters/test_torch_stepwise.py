@@ -7,8 +7,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
-from rollgrad.adapters.models.torch.lora import load_adapter, save_adapter
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.lora import load_adapter, save_adapter
 from rollgrad.adapters.models.torch.models import copied_weights
 from rollgrad.adapters.models.torch.stepwise import TorchStepwisePolicy, with_own_adapters
 from rollgrad.application.learning.requested import RequestedTraining

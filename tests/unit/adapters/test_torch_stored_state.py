@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rollgrad.adapters.models.torch import stored_state
-from rollgrad.adapters.models.torch.stored_state import (
+from rollgrad.adapters.models.torch.optimizers import stored_state
+from rollgrad.adapters.models.torch.optimizers.stored_state import (
     StoredTensor,
     opened,
     whole_tensor,

@@ -11,12 +11,12 @@ import torch
 from attrs import evolve
 
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch.gradients import on_one_thread
-from rollgrad.adapters.models.torch.images import joined_tensors
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.kernels.moving import to_device
+from rollgrad.adapters.models.torch.layers.images import joined_tensors
+from rollgrad.adapters.models.torch.layers.unread_positions import unread_positions
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.moving import to_device
-from rollgrad.adapters.models.torch.unread_positions import unread_positions
+from rollgrad.adapters.models.torch.optimizers.gradients import on_one_thread
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams

@@ -13,12 +13,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.deepspeed.partition import own_run
 from rollgrad.adapters.models.fsdp.module import FSDPTrainedModule
-from rollgrad.adapters.models.torch.compatibility import install_and_compare
-from rollgrad.adapters.models.torch.lora import NamedWeight, add_lora, plain_weights
+from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
+from rollgrad.adapters.models.torch.loading.lora import NamedWeight, add_lora, plain_weights
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.trained_module import TrainedModule
 from rollgrad.adapters.models.torch.sent_names import sent_buffers
-from rollgrad.adapters.models.torch.trained_module import TrainedModule
 from rollgrad.adapters.models.torch.weight_parts import weight_parts
 from rollgrad.application.settings.sections.actor import LoraConfig
 from tests.fakes import cluster

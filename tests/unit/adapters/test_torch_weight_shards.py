@@ -10,10 +10,10 @@ import torch
 from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rollgrad.adapters.models.torch.compatibility import joint_logits, probe_tokens
-from rollgrad.adapters.models.torch.expert_parallel import join_expert_groups
-from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.weight_shards import (
+from rollgrad.adapters.models.torch.experts.expert_parallel import join_expert_groups
+from rollgrad.adapters.models.torch.loading.compatibility import joint_logits, probe_tokens
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.weight_shards import (
     expert_meshes,
     is_sharded,
     make_whole,

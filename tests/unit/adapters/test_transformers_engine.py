@@ -18,7 +18,7 @@ from rollgrad.adapters.engines.embedded.grammars import Grammars
 from rollgrad.adapters.engines.embedded.kept import KeptSequences
 from rollgrad.adapters.engines.embedded.kv_cache import BLOCK
 from rollgrad.adapters.engines.embedded.weights import SharedWeights
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.rollout import Engine, RolloutConfig
@@ -519,8 +519,8 @@ async def test_generation_leaves_the_model_trainable(tiny_model_dir: Path) -> No
     model = load(tiny_model_dir)
     rollout = engine(model)
     await rollout.generate(request())
-    from rollgrad.adapters.models.torch.attention import ForestAttention
-    from rollgrad.adapters.models.torch.layout import prefill_layout
+    from rollgrad.adapters.models.torch.layers.attention import ForestAttention
+    from rollgrad.adapters.models.torch.layers.layout import prefill_layout
 
     layout, _ = prefill_layout([(4, 5, 6)])
     plan = ForestAttention(layout.nodes, device=torch.device("cpu"), dtype=torch.float32)

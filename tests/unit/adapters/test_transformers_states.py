@@ -11,10 +11,10 @@ from rollgrad.adapters.engines.embedded.decoding import Decoder, check_decoding,
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.engines.embedded.kv_cache import Place
 from rollgrad.adapters.engines.embedded.states import SequenceStates
-from rollgrad.adapters.models.torch.attention import backbone
-from rollgrad.adapters.models.torch.compatibility import install_and_compare
-from rollgrad.adapters.models.torch.router_replay import install_router_replay
-from rollgrad.adapters.models.torch.shape import model_shape
+from rollgrad.adapters.models.torch.experts.router_replay import install_router_replay
+from rollgrad.adapters.models.torch.layers.attention import backbone
+from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
+from rollgrad.adapters.models.torch.planning.shape import model_shape
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from tests.model_sweep import LOGPROB_TOLERANCE, engine_gap
 from tests.tiny_architectures import tiny_model

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
-from rollgrad.adapters.models.torch.loading import load_causal_lm
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from rollgrad.application.engines.resuming import ContinuingEngine
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine

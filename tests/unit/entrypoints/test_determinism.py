@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollgrad.adapters.models.torch.attention import ForestAttention
-from rollgrad.adapters.models.torch.determinism import compute_deterministically
-from rollgrad.adapters.models.torch.kernels import sdpa_on
-from rollgrad.adapters.models.torch.layout import Node
-from rollgrad.adapters.models.torch.score_form import ScoreForm
+from rollgrad.adapters.models.torch.kernels.attention import sdpa_on
+from rollgrad.adapters.models.torch.kernels.determinism import compute_deterministically
+from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
+from rollgrad.adapters.models.torch.layers.attention import ForestAttention
+from rollgrad.adapters.models.torch.layers.layout import Node
 from rollgrad.application.settings.sections.actor import ActorConfig
 from rollgrad.entrypoints.composition.models import compute_device
 from tests.fakes import cluster

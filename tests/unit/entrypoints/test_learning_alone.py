@@ -12,9 +12,9 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from rollgrad.adapters.models.torch.loading import load_causal_lm, load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.application.learning.experience import ExperienceService
 from rollgrad.application.learning.update import UpdateService
 from rollgrad.application.settings.run import RLConfig

@@ -15,8 +15,8 @@ from rollgrad.adapters.engines.vllm.arguments import _engine_arguments, argument
 from rollgrad.adapters.models.deepspeed.extra import OWN as DS_OWN
 from rollgrad.adapters.models.deepspeed.extra import config_problems
 from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, engine_config
-from rollgrad.adapters.models.torch.muon import MuonSettings
-from rollgrad.adapters.models.torch.optimizer import OptimizerSettings
+from rollgrad.adapters.models.torch.optimizers.muon import MuonSettings
+from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.application.settings.rules import setting_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError

@@ -12,7 +12,7 @@ from attrs import evolve
 from rich.console import Console
 from transformers import AutoConfig
 
-from rollgrad.adapters.models.torch.images import model_factory
+from rollgrad.adapters.models.torch.layers.images import model_factory
 from rollgrad.application.settings.example_plan import as_sampling_nothing
 from rollgrad.application.settings.memory_places import Machine, places
 from rollgrad.application.settings.run import RLConfig

@@ -1,0 +1,1 @@
+"""Operations that a GPU computes in one go: attention, copied rows, exchanges between processes, fused functions."""

@@ -1,0 +1,1 @@
+"""Models as they are loaded, checked, quantised, given LoRA, merged and saved."""

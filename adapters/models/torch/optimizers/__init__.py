@@ -1,0 +1,1 @@
+"""Modules under an optimizer: master weights, steps, moving averages, and their stored state."""

@@ -1,0 +1,113 @@
+"""The sizes of a model that has not been loaded, for the plan of a run's memory."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollgrad.adapters.models.torch.experts.expert_parallel import expert_stacks
+from rollgrad.adapters.models.torch.layers.attention import check_layers
+from rollgrad.adapters.models.torch.layers.images import leaves_tower_out, model_factory
+from rollgrad.adapters.models.torch.layers.recurrent_layers import attending_layers
+from rollgrad.adapters.models.torch.layers.shared_recurrence import require_heads
+from rollgrad.adapters.models.torch.loading.lora import adapter_numbers
+from rollgrad.adapters.models.torch.loading.quantised import quantised_numbers
+from rollgrad.adapters.models.torch.planning.pass_memory import counted_states
+from rollgrad.application.settings.model_shape import ModelShape
+from rollgrad.application.settings.sections.actor import AdapterConfig, LoraConfig
+from rollgrad.domain.errors import CheckpointError, ConfigurationError
+
+
+def model_shape(
+    key: str,
+    name: str,
+    lora: AdapterConfig | None = None,
+    *,
+    expert_parallel_size: int = 1,
+    sequence_parallel_size: int = 1,
+    images: bool = False,
+) -> ModelShape:
+    """Returns the shape of a model, with the adapters of `lora`, from its configuration alone: it is built without
+    memory for its weights. `key` is the setting that names it; `expert_parallel_size` processes divide its experts,
+    `sequence_parallel_size` its sequences; `images`: whether it is loaded to see some.
+
+    Raises:
+        CheckpointError: there is no such model.
+        ConfigurationError: a target module of `lora` is no linear layer of it, it has no 4-bit form, its experts
+            cannot be divided, of which the actor must have some, or its states cannot.
+    """
+    from transformers import AutoConfig
+
+    try:
+        settings = AutoConfig.from_pretrained(str(Path(name).expanduser()))
+        with torch.device("meta"):
+            model = model_factory(settings).from_config(settings)
+            seeing = images and leaves_tower_out(settings)
+            loaded = model_factory(settings, images=True).from_config(settings) if seeing else model
+        text = settings.get_text_config()
+        shapes = _cache_shapes(settings) if _keeps_keys(model) else []
+        kv_heads, head_dim = max(shapes, key=math.prod, default=(0, 0))
+        states, heads, columns = counted_states(model) if _keeps_keys(model) else (0, 0, 0)
+    except Exception as error:  # the code of a model's class and its settings may raise anything
+        raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
+    section = key.partition(".")[0]
+    if section != "reward":  # whose processes have texts of their own
+        require_heads(heads, sequence_parallel_size)
+    shared = expert_parallel_size > 1
+    stacks = expert_stacks(model, expert_parallel_size, required=section == "actor") if shared else []
+    embedding, head = loaded.get_input_embeddings().weight, loaded.get_output_embeddings()
+    return ModelShape(
+        parameters=sum(parameter.numel() for parameter in loaded.parameters()),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        heads=getattr(text, "num_attention_heads", 0) or 0,
+        adapters=adapter_numbers(loaded, lora, at=f"{section}.lora") if lora is not None and lora.rank else 0,
+        quantised=quantised_numbers(loaded) if isinstance(lora, LoraConfig) and lora.load_in_4bit else 0,
+        embedding=embedding.numel(),
+        experts=sum(parameter.numel() for stack in stacks for parameter in stack.parameters()),
+        experts_per_token=getattr(text, "num_experts_per_tok", stacks[0].num_experts) if stacks else 0,  # all at most
+        tied=head is not None and head.weight is embedding,
+        stored=0 if settings.dtype is None else settings.dtype.itemsize,
+        attending=len(shapes) if states else None,
+        state_bytes=states,
+        columns=columns,
+    )
+
+
+def _keeps_keys(model: Any) -> bool:
+    """Returns whether the embedded engine keeps keys and values of a model, and does not compute all anew."""
+    try:
+        check_layers(model)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def cache_numbers(settings: Any) -> int:
+    """Returns how many numbers of keys and values a token has in the caches of all layers of a model with these
+    settings."""
+    return sum(2 * math.prod(shape) for shape in _cache_shapes(settings))
+
+
+def _cache_shapes(settings: Any) -> list[tuple[int, int]]:
+    """Returns `_cache_shape` of each layer."""
+    text = settings.get_text_config()
+    attends = attending_layers(text)
+    shapes = [_cache_shape(text.per_layer_config[index]) for index in attends]  # some are unlike
+    if text.model_type == "mimo_v2_flash":  # whose code, not its settings, gives layers with windows twice the heads
+        windows = [text.layer_types[index] == "sliding_attention" for index in attends]
+        return [(heads * (1 + windowed), width) for (heads, width), windowed in zip(shapes, windows, strict=True)]
+    return shapes
+
+
+def _cache_shape(text: Any) -> tuple[int, int]:
+    """Returns (heads, mean width of keys and values) that a token has in the cache of a layer with these settings."""
+    heads: int = text.num_attention_heads
+    if getattr(text, "kv_lora_rank", None) is not None:  # latent attention: the cache holds what each head computes
+        return heads, -(-(text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) // 2)
+    width: int = getattr(text, "head_dim", None) or text.hidden_size // heads
+    width = -(-(width + (getattr(text, "v_head_dim", None) or width)) // 2)
+    return getattr(text, "num_key_value_heads", None) or heads, width

@@ -1,0 +1,1 @@
+"""Models of numbers instead of tokens: reward models, process reward models, critics."""
