@@ -12,7 +12,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from rollgrad.domain.control.rule import LearningSettings, Metrics
-from rollgrad.domain.control.signs import RULES, WINDOW, is_compared
+from rollgrad.domain.control.signs import ALIKE, RULES, WINDOW, age, is_compared
 
 TIMES_TOLD = 3
 """Times of a finding whose steps are told."""
@@ -52,7 +52,7 @@ class LearningWatch:
     run: LearningSettings
     _streaks: Mapping[str, _Streak] = field(factory=dict)
     _past: tuple[Finding, ...] = ()
-    _first: Mapping[str, tuple[float, ...]] = field(factory=dict)  # of metrics that are compared, in the first rollouts
+    _first: Mapping[str, tuple[tuple[float, float], ...]] = field(factory=dict)  # age and value of metrics
     _updates: int = 0
     _updates_without_gradient: int = 0
 
@@ -60,13 +60,13 @@ class LearningWatch:
         """Returns the watch after a step, and the findings that begin with it and are reported."""
         streaks, past, new = dict(self._streaks), list(self._past), list[Finding]()
         first = dict(self._first)
-        known = {name: sum(values) / WINDOW for name, values in first.items() if len(values) == WINDOW}
-        first |= {
-            name: (*first.get(name, ()), value)
-            for name, value in metrics.items()
-            if is_compared(name) and name not in known
-        }
-        metrics = {**metrics, **{f"first/{name}": value for name, value in known.items()}}
+        for name, value in [(name, value) for name, value in metrics.items() if is_compared(name)]:
+            old = age(name, metrics)
+            alike = [value for before, value in first.get(name, ()) if before >= ALIKE * old][:WINDOW]
+            if len(alike) == WINDOW:
+                metrics = {**metrics, f"first/{name}": sum(alike) / WINDOW}
+            else:
+                first[name] = (*first.get(name, ()), (old, value))
         for name, rule in RULES.items():
             window = min(WINDOW, self.run.steps) if rule.no_update else WINDOW
             streak, ended = _advance(streaks.get(name, _Streak()), step, rule.sign(metrics, self.run), window)

@@ -22,8 +22,8 @@ LENGTH_GAIN = 5.0
 """Least growth in tokens: replies of one token grow a quarter where an episode goes on while the model is right."""
 
 MISMATCH_KL, MISMATCH_GROWTH = 0.01, 5.0
-"""KL in nats per token, and growth over that of the first rollouts, from which on trainer and engine drift apart. Equal
-weights in bfloat16 differ by about 0.001, and by more in a run that begins with tokens of older weights."""
+"""KL in nats per token, and growth over that of the first rollouts whose tokens were of weights as old, from which on
+trainer and engine drift apart. Equal weights in bfloat16 differ by about 0.001."""
 
 STALE_SHARE = 0.25
 """Share of played groups that are dropped as too old from which on much work is in vain."""
@@ -46,10 +46,23 @@ PART_LEFT = 0.5
 
 COMPARED = ("rollout/response_length_mean", "policy/mismatch_kl", "reward/mean")
 
+ALIKE = 2 / 3
+"""Share of a rollout's age from which on that of an earlier one is as great: were KL to grow with the square of the
+age, it would be 2.3 times as much, still well below `MISMATCH_GROWTH`."""
+
 
 def is_compared(name: str) -> bool:
-    """Returns whether signs find the mean of a metric over the first `WINDOW` rollouts as `first/name`."""
+    """Returns whether signs find the mean of a metric over the first `WINDOW` rollouts as old as this one (`age`) as
+    `first/name`."""
     return name in COMPARED or name.startswith(PART)
+
+
+def age(name: str, metrics: Metrics) -> float:
+    """Returns how old a rollout is, so that a metric is compared with that of one as old: an asynchronous run begins,
+    also anew, with replies of the newest weights, which are the shortest. A KL grows with the way of the weights since
+    then, which is shorter while the learning rate warms up: of it, age counts times learning rate."""
+    lag = metrics.get("staleness/mean", 0.0)
+    return lag * metrics.get("policy/lr", 0.0) if name == "policy/mismatch_kl" else lag
 
 
 def _constant_reward(metrics: Metrics, run: LearningSettings) -> float | None:
@@ -184,10 +197,11 @@ def _mismatch(metrics: Metrics, run: LearningSettings) -> bool | None:
 
 
 def _describe_mismatch(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    then = "in the first with tokens as old" if metrics.get("staleness/mean", 0.0) else "at first"
     evidence = (
         f"Trainer and engine disagree more and more about the same tokens: their KL was "
         f"{metrics['policy/mismatch_kl']:.2g} nats per token in {in_rollouts(rollouts)}, and "
-        f"{metrics['first/policy/mismatch_kl']:.2g} at first."
+        f"{metrics['first/policy/mismatch_kl']:.2g} {then}."
     )
     return evidence, "--algo.correction.level, --actor.adam.lr and --train.max_staleness"
 

@@ -284,6 +284,19 @@ def test_while_only_the_critic_learns_no_gradient_is_missed() -> None:
     assert state.summary() == ()
 
 
+def test_trainer_and_engine_are_compared_over_tokens_as_old() -> None:
+    """A run that begins with fresh tokens, and again with one where it continues."""
+    fresh, old = {"policy/mismatch_kl": 0.001}, {"policy/mismatch_kl": 0.02, "staleness/mean": 1.0, "policy/lr": 1e-5}
+    begun = [fresh, fresh, *[old] * 10, fresh, *[old] * 10]
+    assert watch(*begun)[1] == {}
+    _, told = watch(*begun, *[old | {"policy/mismatch_kl": 0.1}] * WINDOW)
+    (finding,) = told[len(begun) + WINDOW]
+    assert finding.name == "mismatch_grows"
+    assert "0.1 nats per token in 3 rollouts in a row, and 0.02 in the first with tokens as old" in finding.evidence
+    _, told = watch(*begun, *[fresh | {"policy/mismatch_kl": 0.2}] * WINDOW)
+    assert [finding.name for found in told.values() for finding in found] == ["mismatch_grows"]
+
+
 @pytest.mark.parametrize("name", GROWING)
 def test_a_sign_that_was_there_from_the_beginning_does_not_grow(name: str) -> None:
     assert watch(*[SIGNS[name]] * 20)[1] == {}

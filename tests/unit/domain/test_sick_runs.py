@@ -71,6 +71,17 @@ HEALTHY_RUNS: dict[str, Course] = {
     },
     "judges by length from the beginning": {"rollout/reward_length_correlation": always(0.95)},
     "overlaps": {"policy/mismatch_kl": between(0.0002, 0.006), "rollout/rejected_stale": between(0, 1)},
+    "overlaps after two fresh steps": {
+        "staleness/mean": lambda done: 2.0 * (done > 0.05),
+        "policy/mismatch_kl": lambda done: 0.0005 + 0.02 * (done > 0.05),
+        "rollout/response_length_mean": lambda done: 20.0 + 40 * (done > 0.05),
+        "rollout/reward_length_correlation": always(0.9),
+    },
+    "overlaps while it warms up": {
+        "staleness/mean": lambda done: 1.0 * (done > 0.03),
+        "policy/lr": lambda done: 1e-5 * min(1.0, 0.02 + 2 * done),
+        "policy/mismatch_kl": lambda done: 0.0005 + 0.04 * min(1.0, 2 * done) ** 2,
+    },
     "takes several steps": {"policy/clip_low_share": between(0.02, 0.1), "policy/clip_high_share": between(0.02, 0.15)},
     "asks a flaky service": {"rollout/failed_reward": lambda done: 2.0 * (int(done * 100) % 10 < 3)},
     "is cut now and then": {"rollout/truncated_share": between(0.94, 0.3)},
