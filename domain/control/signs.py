@@ -38,6 +38,13 @@ of groups have solved their prompts, to which there may be one right reply."""
 CLIPPED_SHARE = 0.3
 """Share of tokens whose ratio is clipped from which on the updates are too large; usual are 0 to 0.2."""
 
+FAR_FROM_REFERENCE = 1.0
+"""KL to the reference in nats per token from which on a policy has left it: a sentence of 20 tokens is then e^20 times
+less likely under the reference. Usual are 0 to 0.2."""
+
+NO_GRADIENT = 1e-8
+"""Norm of a gradient up to which Adam's steps come to nothing: its usual epsilon, which no element exceeds then."""
+
 PART = "reward/part/"
 """Beginning of the names of metrics that are the contributions of named rewards to the mean reward."""
 
@@ -117,15 +124,27 @@ def _bounds(run: LearningSettings) -> str:
 
 def _no_gradient(metrics: Metrics, run: LearningSettings) -> bool | None:
     explained = _constant_reward(metrics, run) is not None or _no_spread(metrics, run)
-    return (metrics.get("policy/grad_norm") == 0 and not explained) or None
+    return (metrics.get("policy/grad_norm", 1.0) <= NO_GRADIENT and not explained) or None
 
 
 def _describe_no_gradient(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     evidence = (
-        f"The gradient of the policy was 0 in {in_rollouts(rollouts)} (mean size of an advantage "
-        f"{metrics.get('advantage/abs_mean', 0.0):.3g}): the weights stay as they are."
+        f"The gradient of the policy was {metrics['policy/grad_norm']:.2g} in {in_rollouts(rollouts)} (mean size of an "
+        f"advantage {metrics.get('advantage/abs_mean', 0.0):.3g}): the weights stay as they are."
     )
     return evidence, "--algo.advantage.estimator and the reward"
+
+
+def _reference_left(metrics: Metrics, run: LearningSettings) -> bool | None:
+    return (run.judged_by_outcome and metrics.get("policy/ref_kl", 0.0) >= FAR_FROM_REFERENCE) or None
+
+
+def _describe_reference_left(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    evidence = (
+        f"The KL to the reference was {FAR_FROM_REFERENCE:g} nat per token or more in {in_rollouts(rollouts)} (now "
+        f"{metrics['policy/ref_kl']:.2g}): little is left of what the model could do before."
+    )
+    return evidence, "--actor.adam.lr, --algo.kl.init_coef, and replies in samples.jsonl"
 
 
 def _collapsed(metrics: Metrics, run: LearningSettings) -> bool | None:
@@ -274,7 +293,7 @@ def _describe_clipped(metrics: Metrics, run: LearningSettings, rollouts: int) ->
         f"The ratio of {_clipped_share(metrics):.0%} of the tokens was clipped in {in_rollouts(rollouts)}: the policy "
         "moves too far from the one that sampled them."
     )
-    return evidence, "--actor.adam.lr, --train.max_epochs and --train.batch_size"
+    return evidence, "--actor.adam.lr, --actor.eps_clip_low_high, --train.max_epochs and --train.batch_size"
 
 
 def _fallen_parts(metrics: Metrics) -> dict[str, tuple[float, float]]:
@@ -312,6 +331,7 @@ RULES = {
     "no_step": Rule(sign=_no_step, describe=_describe_no_step, no_update=True),
     "reference_kept": Rule(sign=_reference_kept, describe=_describe_reference_kept),
     "chosen_fell": Rule(sign=_chosen_fell, describe=_describe_chosen_fell),
+    "reference_left": Rule(sign=_reference_left, describe=_describe_reference_left),
     "entropy_collapsed": Rule(sign=_collapsed, describe=_describe_collapsed),
     "reward_follows_length": Rule(sign=_follows_length, describe=_describe_follows_length),
     "mismatch_grows": Rule(sign=_mismatch, describe=_describe_mismatch),

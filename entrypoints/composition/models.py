@@ -53,6 +53,9 @@ def compute_device(actor: ModelConfig) -> torch.device:
     return default_device()
 
 
+NO_LR = 1e-10
+"""Learning rate up to which Adam moves no weight of a usual size (0.01) by more than float32 rounds it."""
+
 NO_AVERAGE: Mapping[str, Any] = {}
 """Settings of an optimizer that keeps no moving average."""
 
@@ -61,10 +64,11 @@ def make_optimizer(
     section: ActorConfig | CriticConfig, total_steps: int, average: Mapping[str, Any] = NO_AVERAGE
 ) -> OptimizerSettings:
     """Returns a model's optimizer settings for a run of `total_steps` optimizer steps; `average` are those of a moving
-    average of its weights. A learning rate of 0, with which a run learns nothing, is a warning."""
+    average of its weights. A learning rate with which a run learns nothing is a warning."""
     name = "critic" if isinstance(section, CriticConfig) else "actor"
-    if not section.peak_lr and section.optim is not Optim.MUON:
-        log.warning("weights stay as they are", why=f"{name}.adam.lr is 0: set --{name}.adam.lr above 0 to learn")
+    if section.peak_lr <= NO_LR and section.optim is not Optim.MUON:
+        why = f"{name}.adam.lr is {section.peak_lr:g}: raise --{name}.adam.lr to learn"
+        log.warning("weights stay as they are", why=why)
     return OptimizerSettings(
         lr=section.peak_lr,
         betas=section.adam.betas,

@@ -100,7 +100,10 @@ def test_adapters_have_a_higher_learning_rate_unless_one_is_set(kind: Any, full:
     actor.adam.lr = 0.0
     with structlog.testing.capture_logs() as logs:
         assert make_optimizer(actor, 10).lr == 0.0
-    assert [log["why"] for log in logs] == ["actor.adam.lr is 0: set --actor.adam.lr above 0 to learn"]
+        actor.adam.lr = 1e-12
+        make_optimizer(actor, 10)
+    why = [f"actor.adam.lr is {lr}: raise --actor.adam.lr to learn" for lr in ("0", "1e-12")]
+    assert [log["why"] for log in logs] == why
 
 
 def test_samples_of_a_run_that_has_none_are_refused() -> None:

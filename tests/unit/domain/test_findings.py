@@ -40,6 +40,7 @@ SIGNS: dict[str, dict[str, float]] = {
     "no_spread": NOTHING,
     "truncated": {"rollout/truncated_share": 1.0},
     "no_gradient": {"policy/grad_norm": 0.0},
+    "reference_left": {"policy/ref_kl": 1.5},
     "entropy_collapsed": {"rollout/entropy": COLLAPSED_ENTROPY / 2},
     "no_step": {"train/grad_norm": 0.0},
     "reference_kept": {
@@ -67,6 +68,7 @@ LOOK_AT = {
     "no_spread": "--rollout.n_samples_per_prompt",
     "truncated": "--rollout.max_new_tokens, which is 24",
     "no_gradient": "--algo.advantage.estimator",
+    "reference_left": "--algo.kl.init_coef",
     "entropy_collapsed": "--rollout.temperature",
     "no_step": "rollgrad data show",
     "reference_kept": "--actor.adam.lr",
@@ -76,7 +78,7 @@ LOOK_AT = {
     "stale": "--train.max_staleness",
     "failing": "--reward.timeout",
     "duplicates": "--rollout.temperature",
-    "clipped": "--actor.adam.lr",
+    "clipped": "--actor.eps_clip_low_high",
     "part_falls": "--reward.weights",
     "memory_full": "--rollout.max_concurrent",
     "recomputing": "--rollout.adaptive_concurrency",
@@ -108,6 +110,8 @@ def test_a_sign_is_told_once_with_numbers_and_the_setting_to_look_at(name: str) 
 
 LIMITS: list[tuple[str, dict[str, float], dict[str, float]]] = [
     ("truncated", {"rollout/truncated_share": 0.99}, {"rollout/truncated_share": 0.989}),
+    ("no_gradient", {"policy/grad_norm": 1e-8}, {"policy/grad_norm": 1.01e-8}),
+    ("reference_left", {"policy/ref_kl": 1.0}, {"policy/ref_kl": 0.99}),
     ("entropy_collapsed", {"rollout/entropy": 0.00999}, {"rollout/entropy": 0.01}),
     ("reward_follows_length", LONGER, {"rollout/reward_length_correlation": 0.799}),
     ("reward_follows_length", LONGER, {"rollout/response_length_mean": 24.99}),
@@ -219,6 +223,7 @@ def test_solved_prompts_are_told_apart_from_a_reward_that_says_nothing() -> None
         ("no_spread", {"compared_in_groups": False}),  # a critic, or the batch's mean, compares beyond the group
         ("no_spread", {"judged_by_outcome": False}),
         ("constant_reward", {"judged_by_outcome": False}),  # a teacher, or single turns
+        ("reference_left", {"judged_by_outcome": False}),
     ],
 )
 def test_what_is_harmless_to_an_estimator_is_not_told(name: str, settings: dict[str, bool]) -> None:

@@ -25,6 +25,7 @@ SICK: dict[str, Course] = {
     "no_spread": {"rollout/zero_spread_share": always(1), "advantage/abs_mean": always(0)},
     "truncated": {"rollout/truncated_share": lambda done: min(1.0, 0.6 + done), "reward/mean": between(0.4, 0.1)},
     "no_gradient": {"policy/grad_norm": always(0)},
+    "reference_left": {"policy/ref_kl": between(0, 4)},
     "entropy_collapsed": {
         "rollout/entropy": lambda done: 1.2 * (1 - done) ** 6,
         "rollout/duplicate_share": lambda done: done**9,
@@ -91,6 +92,7 @@ HEALTHY_RUNS: dict[str, Course] = {
         "reward/mean": between(0.4, 0.85),
     },
     "uses its machine well": {"memory/host_share": always(0.9), "time/trainer_idle_share": between(0.3, 0.7)},
+    "leaves its reference a little": {"policy/ref_kl": between(0, 0.5)},
     "sharpens": {"rollout/entropy": between(0.8, 0.03), "rollout/duplicate_share": between(0.2, 0.7)},
 }
 
