@@ -128,7 +128,7 @@ POLICY_LOSSES: dict[str, PolicyLossTraits] = {
 }
 """The names that `--actor.policy_loss_type` takes."""
 
-KL_ESTIMATORS = ["k1", "k2", "k3", "k3_unbiased", "full"]
+KL_ESTIMATORS = ["k1", "k2", "k3", "k3_unbiased", "abs", "full"]
 """The names that `--algo.kl.estimator` takes; those after `full` are a user's own."""
 
 PAIR_LOSSES: dict[str, PairLossTraits] = {

@@ -20,13 +20,14 @@ from rollgrad.domain.settings import (
 
 
 class KLEstimator(StrEnum):
-    """Schulman's approximations of the KL divergence from the sampled tokens, k3 weighed by the importance ratio, and
-    the divergence itself, summed over the vocabulary."""
+    """Schulman's approximations of the KL divergence from the sampled tokens, k3 weighed by the importance ratio, the
+    absolute log-ratio, and the divergence itself, summed over the vocabulary."""
 
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
     K3_UNBIASED = "k3_unbiased"
+    ABS = "abs"
     FULL = "full"
 
 
@@ -60,9 +61,9 @@ class KLSettings:
     init_coef: float = setting(0.0, "Weight of the KL term; 0 loads no reference at all.", NOT_NEGATIVE)
     estimator: str = setting(
         KLEstimator.K1.value,
-        "k1, k2, k3, k3_unbiased or full. In the reward use k1; as a loss use k2, k3, k3_unbiased, or full, which is "
-        "exact: it sums over the vocabulary at each token, with the reference in the policy's processes unless top_k "
-        "is set; or a name that algo.extension_path defines.",
+        "k1, k2, k3, k3_unbiased, abs or full. In the reward use k1; as a loss use k2, k3, k3_unbiased, abs, or full, "
+        "which is exact: it sums over the vocabulary at each token, with the reference in the policy's processes "
+        "unless top_k is set; or a name that algo.extension_path defines.",
         only_if=WITH_KL,
     )
     top_k: int | None = setting(
@@ -243,6 +244,7 @@ class Aggregation(StrEnum):
     PROMPT_MEAN = "prompt_mean"
     CONSTANT_LENGTH = "constant_length"
     SEQUENCE_SUM = "sequence_sum"
+    TOKEN_SUM = "token_sum"
 
 
 ADAPTIVE_ENTROPY = Condition(
@@ -317,7 +319,7 @@ class PolicyLossSettings:
     loss_aggregation: Aggregation | None = setting(
         None,
         "How token losses become one number; default: the loss's own (ppo token_mean, gspo sequence_mean, ...); "
-        "constant_length is Dr. GRPO's form, sequence_sum that of LUSPO.",
+        "constant_length is Dr. GRPO's form, sequence_sum that of LUSPO; token_sum divides by nothing.",
     )
 
     @property

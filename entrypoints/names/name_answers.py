@@ -14,8 +14,8 @@ PRECISION = "write --actor.dtype bfloat16, float16 or float32."
 SAMPLING = "replies are sampled with --rollout.temperature, --rollout.top_p and --rollout.top_k alone."
 EVALUATION = "--eval.dataset evaluates before and after training, and --eval.steps in between."
 AGGREGATION = (
-    "set --actor.loss_aggregation: token_mean is DAPO's, sequence_mean GRPO's, constant_length Dr. GRPO's, and "
-    "sequence_sum LUSPO's; the loss itself is --actor.policy_loss_type."
+    "set --actor.loss_aggregation: token_mean is DAPO's, sequence_mean GRPO's, constant_length Dr. GRPO's, "
+    "sequence_sum LUSPO's, and token_sum is no mean; the loss itself is --actor.policy_loss_type."
 )
 CORRECTION = (
     "--algo.preset tis, icepop or seq_mask_tis corrects for samples of other weights: see --algo.correction.level."

@@ -13,13 +13,14 @@ AGGREGATIONS = {
     "seq-mean-token-mean": "sequence_mean",
     "seq-mean-token-sum": "sequence_sum",
     "seq-mean-token-sum-norm": "constant_length",
+    "token-sum": "token_sum",
 }
 """verl's ways from token losses to one number."""
 
 OWN_AGGREGATION = ("gspo", "gmpo", "sapo")
 """Losses that verl aggregates in one way, whatever is set: as they are here by default."""
 
-KL_KINDS = {"kl": "k1", "k1": "k1", "abs": None, "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": None}
+KL_KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": None}
 """verl's estimators of KL; None: there is none here."""
 
 SCHEDULES = {"constant": "constant", "cosine": "cosine_with_min_lr"}
@@ -99,7 +100,7 @@ def _kl(draft: RLDraft) -> None:
     kind = str(draft.value(name))
     ours = KL_KINDS.get(kind.removesuffix("+"))
     if ours is None:
-        raise ConfigurationError(f"{name} is {kind}, but there are kl, mse and low_var_kl: change it.")
+        raise ConfigurationError(f"{name} is {kind}, but there are kl, abs, mse and low_var_kl: change it.")
     if in_loss and kind.endswith("+"):
         ours = "k2"
         draft.change(name, "the estimator is k2, which has that gradient")

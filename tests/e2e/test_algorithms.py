@@ -546,7 +546,10 @@ def test_presets_are_shown_and_overridden(workspace: Path, capsys: pytest.Captur
         ("--algo.extension_path nowhere.py", "there is no such file"),
         ("--algo.extension_path broken.py", "cannot be imported: NameError"),
         ("--algo.advantage.estimator mine", "none of gae"),
-        ("--algo.kl.estimator mine", "none of k1, k2, k3, k3_unbiased, full: change --algo.kl.estimator, or define it"),
+        (
+            "--algo.kl.estimator mine",
+            "none of k1, k2, k3, k3_unbiased, abs, full: change --algo.kl.estimator, or define it",
+        ),
         ("--algo.preset gdpo --reward.verifier exact_match --reward.function_path None", "the reward has no names"),
         ("--algo.preset dapo --algo.dynamic_filtering_range 0.9 0.95", "dynamic filtering kept only"),
         ("--reward.weights letters 1", "give one weight to each"),

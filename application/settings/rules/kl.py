@@ -31,14 +31,14 @@ def kl_problems(config: RLConfig) -> Iterator[str]:
     if kl.use_loss and kl.estimator == KLEstimator.K1:
         yield (
             "algo.kl.use_loss is on with algo.kl.estimator k1, whose gradient is zero on average: set "
-            "--algo.kl.estimator to k2, k3, k3_unbiased or full."
+            "--algo.kl.estimator to k2, k3, k3_unbiased, abs or full."
         )
     if kl.estimator == KLEstimator.FULL:
         yield from _whole_kl_problems(config)
     if kl.estimator == KLEstimator.K3_UNBIASED and not kl.use_loss:
         yield (
             "algo.kl.estimator is k3_unbiased, which weighs a loss by the importance ratio, but KL is in the reward: "
-            "turn on --algo.kl.use_loss, or set --algo.kl.estimator to k1, k2 or k3."
+            "turn on --algo.kl.use_loss, or set --algo.kl.estimator to k1, k2, k3 or abs."
         )
     if kl.against is KLAgainst.ROLLOUT:
         if not kl.use_loss:
@@ -147,7 +147,7 @@ def _whole_kl_problems(config: RLConfig) -> Iterator[str]:
     if not kl.use_loss:
         yield (
             "algo.kl.estimator is full, whose gradient is that of the divergence, but KL is in the reward: turn on "
-            "--algo.kl.use_loss, or set --algo.kl.estimator to k1, k2 or k3."
+            "--algo.kl.use_loss, or set --algo.kl.estimator to k1, k2, k3 or abs."
         )
     if kl.against is KLAgainst.ROLLOUT:
         yield (

@@ -29,6 +29,7 @@ def loss_weights(
             that have actions of their token mean. `prompt_mean`: mean over groups of the mean over the group's action
             tokens. `constant_length` (Dr. GRPO, section 3.2): sum over tokens / `max_length`, mean over rollouts.
             `sequence_sum` (LUSPO, Liu et al. 2026, arXiv:2602.05261): sum over tokens, mean over rollouts.
+            `token_sum`: sum over action tokens (Tinker; verl's token-sum).
         action_mask_N: bool.
         lengths_S: tokens of each sequence.
         group_ids_S: group of each sequence.
@@ -54,10 +55,12 @@ def loss_weights(
             weights_S = torch.ones_like(actions_S, dtype=torch.float64) / (nonempty * max_length)
         case "sequence_sum":
             weights_S = torch.ones_like(actions_S, dtype=torch.float64) / nonempty
+        case "token_sum":
+            weights_S = torch.ones_like(actions_S, dtype=torch.float64)
         case _:
             raise ValueError(
-                f"Unknown aggregation {mode!r}: use token_mean, sequence_mean, prompt_mean, constant_length or "
-                "sequence_sum."
+                f"Unknown aggregation {mode!r}: use token_mean, sequence_mean, prompt_mean, constant_length, "
+                "sequence_sum or token_sum."
             )
     # Rollouts without actions have infinite weights here, which the mask drops.
     return spread(weights_S.float(), lengths_S, action_mask_N)

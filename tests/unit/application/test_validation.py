@@ -237,7 +237,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"algo.kl.use_loss": True}, "--algo.kl.use_loss out"),
     ({"algo.kl.estimator": KLEstimator.K2}, "--algo.kl.estimator out"),
     ({"algo.kl.init_coef": 0.1, "algo.kl.horizon": 5.0}, "set --algo.kl.target"),
-    ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "--algo.kl.estimator to k2, k3, k3_unbiased or full"),
+    ({"algo.kl.init_coef": 0.1, "algo.kl.use_loss": True}, "--algo.kl.estimator to k2, k3, k3_unbiased, abs or full"),
     ({"ckpt.output_dir": "s3://bucket/run"}, "a directory of this machine"),
     ({"ckpt.state_dir": "gs://bucket/run"}, "change --ckpt.state_dir"),
     ({"ckpt.state_dir": "a\0b"}, "change --ckpt.state_dir"),

@@ -572,7 +572,7 @@ def kl_estimate(kind: str, logprob: float, reference: float, old: float) -> floa
     k3 = math.exp(-bounded) - 1 + bounded
     if kind == "k3_unbiased":
         return ratio_of(logprob - old) * k3
-    return clamp({"k1": x, "k2": x * x / 2, "k3": k3}[kind], -10.0, 10.0)
+    return clamp({"k1": x, "k2": x * x / 2, "k3": k3, "abs": abs(x)}[kind], -10.0, 10.0)
 
 
 def loss_weights(mode: str, batch: list[Sequence], max_length: int) -> list[float]:
@@ -593,6 +593,7 @@ def loss_weights(mode: str, batch: list[Sequence], max_length: int) -> list[floa
                 "prompt_mean": live_groups * of_group[s.group],
                 "constant_length": live * max_length,
                 "sequence_sum": live,
+                "token_sum": 1,
             }
             result.append(1 / shares[mode])
     return result

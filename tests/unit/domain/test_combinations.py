@@ -28,7 +28,7 @@ from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.references import random_batch
 
-AGGREGATIONS = ["token_mean", "sequence_mean", "prompt_mean", "constant_length", "sequence_sum"]
+AGGREGATIONS = ["token_mean", "sequence_mean", "prompt_mean", "constant_length", "sequence_sum", "token_sum"]
 MOMENT = 0.05
 """Largest second moment."""
 TRIPLES = [

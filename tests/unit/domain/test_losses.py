@@ -20,7 +20,7 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.references import random_batch
 
-MODES = ["token_mean", "sequence_mean", "prompt_mean", "constant_length", "sequence_sum"]
+MODES = ["token_mean", "sequence_mean", "prompt_mean", "constant_length", "sequence_sum", "token_sum"]
 EXAMPLES = settings(max_examples=30, deadline=None)
 SEEDS = st.integers(0, 10**6)
 
@@ -125,6 +125,7 @@ def test_weights_are_the_formula(mode: str, seed: int) -> None:
             "prompt_mean": 1 / (live_groups * max(1, per_group[groups[rollout]])),
             "constant_length": 1 / (len(nonempty) * 20),
             "sequence_sum": 1 / len(nonempty),
+            "token_sum": 1.0,
         }[mode]
 
     wanted = [weight(s) if action else 0.0 for s, action in zip(ids, mask, strict=True)]
@@ -191,6 +192,7 @@ def test_what_is_masked_changes_neither_loss_nor_gradient(poison: float, seed: i
         (0.5, "k3", 0.106531),
         (-0.5, "k3", 0.148721),
         (0.0, "k3", 0.0),
+        *((-0.5, "abs", 0.5), (-12.0, "abs", 10.0)),
         *((12.0, "k1", 10.0), (-12.0, "k1", -10.0), (5.0, "k2", 10.0), (-3.0, "k3", 10.0)),  # beyond the bound
         (-3.0, "k3_unbiased", 16.085537),  # which has none
     ],

@@ -26,8 +26,8 @@ NAMES = list(catalogue.POLICY_LOSSES)
 ON_POLICY = ["ppo", "gspo_token", "sapo", "vespo", "topr", "dppo_tv", "dppo_kl", "cispo", "policy_gradient", "dro"]
 """Losses whose gradient at a ratio of 1 is -A of each token."""
 CLIPPED_BY_RATIO = ["ppo", "clip_cov", "sequence_ppo", "gspo", "gspo_token"]
-KL_KINDS = ["k1", "k2", "k3", "k3_unbiased"]
-MODES = ["token_mean", "sequence_mean", "prompt_mean", "constant_length", "sequence_sum"]
+KL_KINDS = ["k1", "k2", "k3", "k3_unbiased", "abs"]
+MODES = ["token_mean", "sequence_mean", "prompt_mean", "constant_length", "sequence_sum", "token_sum"]
 EXAMPLES = settings(max_examples=25, deadline=None)
 SEEDS = st.integers(0, 10**6)
 OPTIONS = st.builds(
@@ -360,7 +360,7 @@ def test_kl_value_and_gradient_equal_the_reference(kind: str, seed: int) -> None
         assert float(gradient[t]) == pytest.approx((up - down) / 2e-6, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize("x", [-60.0, -12.0, -3.0, 5.0, 12.0, 60.0])
 def test_no_token_outweighs_all_others(kind: str, x: float) -> None:
     """At any distance from the reference a token's KL is at most 10, and its gradient at most that of k3 at 10."""
@@ -404,6 +404,15 @@ def test_unbiased_k3_is_the_exact_divergence_and_its_gradient() -> None:
     torch.testing.assert_close(slope, torch.autograd.grad(exact, leaf)[0])
 
 
+def test_the_absolute_log_ratio_has_the_gradient_of_twice_the_total_variation() -> None:
+    logits, reference = torch.randn(2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    leaf = logits.requires_grad_()
+    p, q = leaf.log_softmax(0), reference.log_softmax(0)
+    estimated = (p.detach().exp() * kl_estimate(p, q, "abs")).sum()
+    (slope,) = torch.autograd.grad(estimated, leaf, retain_graph=True)
+    torch.testing.assert_close(slope, torch.autograd.grad((p.exp() - q.exp()).abs().sum(), leaf)[0])
+
+
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_kl_of_extremes_is_finite(kind: str) -> None:
     leaf = torch.tensor([0.0, -1e4, -1e4, 1e4], requires_grad=True)
@@ -437,7 +446,7 @@ def test_aggregation_equals_the_reference(mode: str, seed: int, max_length: int)
     )
     wanted = torch.tensor(references.loss_weights(mode, batch, max_length))
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
-    if mode not in ("constant_length", "sequence_sum"):
+    if mode not in ("constant_length", "sequence_sum", "token_sum"):
         assert float(found.sum()) == pytest.approx(1.0, rel=1e-5)
     losses = torch.where(torch.tensor(actions), 2.0, float("nan"))
     assert float(weighted_sum(losses, found, torch.tensor(actions))) == pytest.approx(2 * float(found.sum()), rel=1e-5)

@@ -412,6 +412,9 @@ def test_the_defaults_of_verl_count() -> None:
         ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=kl"), (0.001, True, "k2")),
         ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0"), (0.0, False, "k1")),
         (("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=low_var_kl"), (0.001, False, "k3")),
+        (("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=abs"), (0.001, False, "abs")),
+        ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=abs"), (0.001, True, "abs")),
+        ((f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=abs+"), (0.001, True, "k2")),
         (("algorithm.use_kl_in_reward=True", f"{ACTOR}.use_kl_loss=True"), (0.001, True, "k3")),
         (("algorithm.kl_ctrl.kl_coef=0.5",), (0.0, False, "k1")),
     ],
@@ -470,6 +473,7 @@ def test_grpo_without_the_deviation_is_dr_grpo() -> None:
         ),
         (("vanilla", f"{ACTOR}.clip_ratio_c=null"), {"actor.dual_clip": None}),
         (("vanilla", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"), {"actor.loss_aggregation": "sequence_mean"}),
+        (("vanilla", f"{ACTOR}.loss_agg_mode=token-sum"), {"actor.loss_aggregation": "token_sum"}),
     ],
 )
 def test_policy_losses(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
