@@ -5,6 +5,8 @@ Importable without torch.
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TypeVar
 
 from attrs import evolve
@@ -15,6 +17,7 @@ from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.domain.errors import START_AGAIN, LostProcessError
 from rollgrad.entrypoints.run_directory import has_state, output_problem
+from rollgrad.entrypoints.run_record import starting_again
 
 Run = TypeVar("Run", RLConfig, OfflineRun)
 Result = TypeVar("Result")
@@ -31,11 +34,12 @@ def until_finished(run: Run, train: Callable[[Run], Result]) -> Result:
     Raises:
         LostProcessError: no start is left, or none may continue what is in `ckpt.output_dir`.
     """
-    spent = 0
+    spent, restarting = 0, None
     while True:
         started = time.monotonic()
         try:
-            return train(run)
+            with nullcontext() if restarting is None else starting_again(Path(run.ckpt.output_dir), restarting):
+                return train(run)
         except LostProcessError as error:
             if time.monotonic() - started >= LONG_LIFE:
                 spent = 0
@@ -46,9 +50,11 @@ def until_finished(run: Run, train: Callable[[Run], Result]) -> Result:
             run = evolve(run, ckpt=again)
             import structlog
 
+            reason, most = str(error).removesuffix(START_AGAIN), run.cluster.max_restarts
+            restarting = f"starts again, {spent} of {most} times: {reason}"
             structlog.get_logger(__name__).warning(
                 "a process is lost, so that the run starts again from its last training state",
                 start=spent,
-                of=run.cluster.max_restarts,
-                reason=str(error).removesuffix(START_AGAIN),
+                of=most,
+                reason=reason,
             )

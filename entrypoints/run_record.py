@@ -10,8 +10,8 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
@@ -35,6 +35,11 @@ log = structlog.get_logger(__name__)
 HEARTBEAT_SECONDS = 10.0
 SILENT_SECONDS = 25.0
 """Age of the last heartbeat from which on a run counts as dead: two heartbeats are missing."""
+SILENT_ELSEWHERE = 90.0
+"""Age from which on one on another machine does: NFS may show a file as it was up to 60 seconds ago."""
+LOOK_SECONDS = 1.0
+CLOCKS_APART = 86400.0
+"""Seconds by which the clocks of two machines may differ, a wrong time zone included."""
 PACKAGES = ("torch", "transformers", "vllm", "deepspeed", "ray")
 
 
@@ -51,6 +56,14 @@ class RunStatus(StrEnum):
     """Without a word: it was killed, or its machine stopped. Never written, but concluded from an old heartbeat."""
 
 
+_open: dict[Path, "RunRecord"] = {}
+"""Records of this process by their files: the newest of a directory alone is written."""
+
+_heard: dict[Path, tuple[str, float, bool]] = {}
+"""Last heartbeats of runs on other machines, by their files, each with the time since when this process knows it, and
+whether it knows one before."""
+
+
 class RunRecord:
     """Keeps `run.json` in `directory` up to date while its block runs: `status`, `reason`, `started`, `heartbeat`,
     `boot` (which start of the machine it is, and the heartbeat in seconds since then, whatever its clock says),
@@ -58,11 +71,18 @@ class RunRecord:
     findings depend on, `steps` among them), `process`, `host`, `versions`. A file that cannot be written is reported
     once, and does not stop the run."""
 
-    def __init__(self, directory: Path, *, learning: Mapping[str, Any], continued_from: int | None = None) -> None:
-        self._path = directory / RUN_FILE
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        learning: Mapping[str, Any],
+        continued_from: int | None = None,
+        reason: str | None = None,
+    ) -> None:
+        self._path = (directory / RUN_FILE).absolute()
         self._facts: dict[str, Any] = {
             "status": RunStatus.RUNNING,
-            "reason": None,
+            "reason": None if reason is None else redact(reason, known_secrets()),
             "started": _now(),
             "heartbeat": None,
             "boot": None,
@@ -80,6 +100,9 @@ class RunRecord:
         self._warned = False
 
     def __enter__(self) -> Self:
+        if (starting := _open.get(self._path)) is not None:  # the run has started again, and now goes on
+            starting._silence()
+        _open[self._path] = self
         self._write()
         self._beating.start()
         self._exits.enter_context(telling_exits(self._exited))
@@ -105,10 +128,15 @@ class RunRecord:
         self._end()
 
     def _end(self) -> None:
-        self._facts["ended"] = _now()
+        self._silence()
+        if _open.get(self._path) is self:
+            del _open[self._path]
+            self._facts["ended"] = _now()
+            self._write()
+
+    def _silence(self) -> None:
         self._over.set()
         self._beating.join()
-        self._write()
 
     def interrupted(self, signal: str) -> None:
         """Records that a signal ended the run."""
@@ -133,22 +161,74 @@ class RunRecord:
             self._warned = True
 
 
+@contextmanager
+def starting_again(directory: Path, reason: str) -> Iterator[None]:
+    """Shows a run as running, for a `reason`, while its block starts it again, until it has a record of its own."""
+    facts = read_run(directory)
+    if facts is None or not isinstance(facts.get("learning"), dict) or "steps" not in facts["learning"]:
+        yield  # it was lost before it had begun
+        return
+    continued_from = facts.get("continued_from")
+    with RunRecord(directory, learning=facts["learning"], continued_from=continued_from, reason=reason):
+        yield
+
+
 def read_run(directory: Path) -> Mapping[str, Any] | None:
     """Returns what `run.json` says, with `died` as the status of a run whose heartbeat stopped; None if there is no
-    readable one, as in a run of an earlier version."""
+    readable one, as in a run of an earlier version. `uncertain`: whether a run on another machine, whose clock shows
+    another time, has to be read again until it is known whether it has died; `heartbeat_age`: seconds since the last
+    one."""
+    path = directory / RUN_FILE
     try:
-        facts = json.loads((directory / RUN_FILE).read_bytes())
+        facts = json.loads(path.read_bytes())
         facts["status"] = RunStatus(facts["status"])
-        age = heartbeat_age(facts)
+        age = _heartbeat_age(facts)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    if facts["status"] is RunStatus.RUNNING and age > SILENT_SECONDS:
-        facts |= {"status": RunStatus.DIED, "reason": f"no heartbeat for {age:.0f} seconds"}
+    facts |= {"uncertain": False, "heartbeat_age": age}
+    if facts["status"] is not RunStatus.RUNNING:
+        return dict(facts)
+    if _same_machine(facts):
+        silent, died = age, age > SILENT_SECONDS
+    else:
+        silent, died, facts["uncertain"] = _heard_elsewhere(path.absolute(), facts["heartbeat"], age)
+    facts["heartbeat_age"] = silent
+    if died:
+        facts |= {"status": RunStatus.DIED, "reason": f"no heartbeat for {silent:.0f} seconds"}
     return dict(facts)
 
 
-def heartbeat_age(facts: Mapping[str, Any]) -> float:
-    """Returns the seconds since the heartbeat of a run.
+def _same_machine(facts: Mapping[str, Any]) -> bool:
+    then, now = facts.get("boot"), _boot()
+    return bool(then and now and then["id"] == now["id"]) or facts.get("host") == socket.gethostname()
+
+
+def _heard_elsewhere(path: Path, heartbeat: str, age: float) -> tuple[float, bool, bool]:
+    """Returns for how long a run on another machine is silent, whether it has died, and whether that is uncertain: its
+    clock may be ahead or behind, so that what counts is since when this process knows its last heartbeat."""
+    now = time.monotonic()
+    before, since, beats = _heard.setdefault(path, (heartbeat, now, False))
+    if before != heartbeat:
+        since, beats = now, True
+        _heard[path] = (heartbeat, since, beats)
+    silent = now - since
+    died = silent > SILENT_ELSEWHERE or (not beats and age > CLOCKS_APART)
+    return silent if beats else max(age, silent), died, not (died or beats or abs(age) <= SILENT_ELSEWHERE)
+
+
+def await_heartbeat(directory: Path, tell: Callable[[str], object]) -> None:
+    """Waits until it is known whether a run on another machine has died, and tells that it waits."""
+    facts = read_run(directory)
+    if facts is not None and facts["uncertain"]:
+        host, seconds = facts.get("host"), SILENT_ELSEWHERE
+        tell(f"{host} has another time, or its run has died: waiting for a heartbeat, at most {seconds:.0f} s")
+    while facts is not None and facts["uncertain"]:
+        time.sleep(LOOK_SECONDS)
+        facts = read_run(directory)
+
+
+def _heartbeat_age(facts: Mapping[str, Any]) -> float:
+    """Returns the seconds since the heartbeat of a run, by the clocks of both machines.
 
     Raises:
         ValueError, TypeError, KeyError: there is none, or not as a run writes it.

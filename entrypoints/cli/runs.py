@@ -123,7 +123,9 @@ def inspect_run(arguments: Sequence[str]) -> int:
     if parsed.json and parsed.md:
         raise ConfigurationError("--json and --md are both set, but there is one output: leave one of them out.")
     from rollgrad.entrypoints.inspection import inspect
+    from rollgrad.entrypoints.run_record import await_heartbeat
 
+    await_heartbeat(Path(named), lambda line: sys.stderr.write(f"{line}\n"))
     found = inspect(Path(named))
     sys.stdout.write(found.as_json() if parsed.json else found.as_markdown() if parsed.md else found.as_text())
     return 0

@@ -22,7 +22,7 @@ from rollgrad.domain.control.findings import Finding, LearningWatch
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.inspection import learning_settings
 from rollgrad.entrypoints.run_directory import OTHER_CONFIG_FILE
-from rollgrad.entrypoints.run_record import RunStatus, heartbeat_age, read_run
+from rollgrad.entrypoints.run_record import RunStatus, read_run
 from rollgrad.entrypoints.ui.in_short import in_short
 from rollgrad.entrypoints.ui.run_settings import read_settings, trainer_of
 
@@ -310,11 +310,8 @@ class RunView:
         """Returns state and times of the run, from `run.json`."""
         found = read_run(self.directory) or {"status": "unknown"}
         status = "crashed" if found["status"] is RunStatus.DIED else str(found["status"])
-        age = None
-        if found.get("heartbeat"):
-            age = heartbeat_age(found)
-        names = ("reason", "started", "ended", "steps", "host", "heartbeat")
-        return {"status": status, "heartbeat_age": age, **{name: found.get(name) for name in names}}
+        names = ("heartbeat_age", "reason", "started", "ended", "steps", "host", "heartbeat")
+        return {"status": status, **{name: found.get(name) for name in names}}
 
     def _logged(self) -> LoggedMetrics:
         path = self.directory / METRICS_FILE

@@ -14,6 +14,7 @@ from rollgrad.domain.errors import START_AGAIN, LostProcessError, RollgradError,
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.entrypoints import restarts
 from rollgrad.entrypoints.restarts import until_finished
+from rollgrad.entrypoints.run_record import RunRecord, read_run
 
 
 @pytest.fixture
@@ -79,6 +80,23 @@ def test_one_that_cannot_go_on_ends_with_the_error(run: RLConfig, most: int) -> 
     with pytest.raises(LostProcessError, match="rank 1 died"):
         until_finished(run, trainer)
     assert len(trainer.starts) == 1 + most
+
+
+def test_it_is_running_while_it_starts_again(run: RLConfig) -> None:
+    directory, seen = Path(run.ckpt.output_dir), list[tuple[str, str | None]]()
+    trainer = Trainer(losses=2)
+
+    def train(config: RLConfig) -> str:
+        directory.mkdir(parents=True, exist_ok=True)
+        seen.extend((found["status"], found["reason"]) for found in [read_run(directory)] if found)
+        with RunRecord(directory, learning={"steps": 4}):
+            return trainer(config)
+
+    assert until_finished(run, train) == "done"
+    assert seen == [("running", f"starts again, {n} of 3 times: rank 1 died.") for n in (1, 2)]
+    found = read_run(directory)
+    assert found is not None
+    assert found["status"] == "finished"
 
 
 def test_losses_of_a_long_run_do_not_add_up(run: RLConfig, timed: Callable[[Trainer], Trainer]) -> None:

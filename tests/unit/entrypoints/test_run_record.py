@@ -3,17 +3,18 @@
 import json
 import os
 import signal
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import structlog
 
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
-from rollgrad.domain.errors import CheckpointError
+from rollgrad.domain.errors import CheckpointError, LostProcessError
 from rollgrad.entrypoints import run_record
 from rollgrad.entrypoints.run_directory import alone
-from rollgrad.entrypoints.run_record import SILENT_SECONDS, RunRecord, RunStatus, read_run
+from rollgrad.entrypoints.run_record import SILENT_SECONDS, RunRecord, RunStatus, read_run, starting_again
 from tests.fakes import cluster
 
 
@@ -104,6 +105,88 @@ def test_a_clock_that_was_set_back_hides_no_death(tmp_path: Path) -> None:
     ):
         (tmp_path / "run.json").write_text(json.dumps(facts | ahead | {"boot": then}))
         assert status(tmp_path)[0] is expected
+
+
+class Elsewhere:
+    """A run on another machine, whose clock is so many seconds `ahead`, and this machine's time, which passes only
+    while it waits."""
+
+    def __init__(self, directory: Path, ahead: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self.ahead, self.now, self.lives = directory / "run.json", ahead, 0.0, True
+        monkeypatch.setattr(run_record, "_heard", {})
+        monkeypatch.setattr(run_record, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.passes))
+        monkeypatch.setattr(run_record, "_boot", lambda: None)
+        monkeypatch.setattr(
+            run_record, "datetime", SimpleNamespace(now=self.clock, fromisoformat=datetime.fromisoformat)
+        )
+        self.passes(0.0)
+
+    def clock(self, zone: tzinfo) -> datetime:
+        return datetime(2026, 1, 1, tzinfo=zone) + timedelta(seconds=self.now)
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+        if self.lives and self.now % 10 == 0:
+            heartbeat = (self.clock(UTC) + timedelta(seconds=self.ahead)).isoformat()
+            self.path.write_text(
+                json.dumps({"status": "running", "reason": None, "host": "other", "heartbeat": heartbeat})
+            )
+
+
+@pytest.mark.parametrize("ahead", [-7200.0, -100.0, 100.0, 7200.0])
+def test_another_machines_clock_neither_kills_a_run_nor_hides_its_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    other = Elsewhere(tmp_path, ahead, monkeypatch)
+    facts, told = read_run(tmp_path), list[str]()
+    assert facts is not None
+    assert (facts["status"], facts["uncertain"]) == (RunStatus.RUNNING, True)
+    run_record.await_heartbeat(tmp_path, told.append)
+    assert told == ["other has another time, or its run has died: waiting for a heartbeat, at most 90 s"]
+    assert other.now == 10
+    other.lives = False
+    other.passes(run_record.SILENT_ELSEWHERE)
+    facts = read_run(tmp_path)
+    assert facts is not None
+    assert (facts["status"], facts["uncertain"], facts["heartbeat_age"]) == (RunStatus.RUNNING, False, 90.0)
+    other.passes(1.0)
+    assert read_run(tmp_path) == facts | {
+        "status": RunStatus.DIED,
+        "reason": "no heartbeat for 91 seconds",
+        "heartbeat_age": 91.0,
+    }
+
+
+@pytest.mark.parametrize(("ahead", "seconds"), [(-7200.0, 91), (0.0, 0), (-100_000.0, 0)])
+def test_a_death_on_another_machine_is_waited_for_where_its_clock_leaves_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: float, seconds: float
+) -> None:
+    other = Elsewhere(tmp_path, ahead, monkeypatch)
+    other.lives = False
+    run_record.await_heartbeat(tmp_path, lambda line: None)
+    assert other.now == seconds
+    assert status(tmp_path)[0] is (RunStatus.RUNNING if ahead == 0 else RunStatus.DIED)
+
+
+def test_a_run_that_starts_again_is_running_until_its_own_record_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LostProcessError), RunRecord(tmp_path, learning={"steps": 5}, continued_from=2):
+        raise LostProcessError("rank 1 died")
+    assert status(tmp_path) == (RunStatus.FAILED, "rank 1 died")
+    with starting_again(tmp_path, "starts again: rank 1 died"):
+        assert status(tmp_path) == (RunStatus.RUNNING, "starts again: rank 1 died")
+        with RunRecord(tmp_path, learning={"steps": 6}, continued_from=3):
+            assert status(tmp_path) == (RunStatus.RUNNING, None)
+    found = read_run(tmp_path)
+    assert found is not None
+    assert (found["status"], found["steps"], found["continued_from"]) == (RunStatus.FINISHED, 6, 3)
+    with pytest.raises(ValueError, match="no model"), starting_again(tmp_path, "starts again: rank 1 died"):
+        raise ValueError("no model")
+    assert status(tmp_path) == (RunStatus.FAILED, "no model")
+
+
+def test_a_run_that_was_lost_before_it_began_has_no_record(tmp_path: Path) -> None:
+    with starting_again(tmp_path, "starts again: rank 1 died"):
+        assert read_run(tmp_path) is None
 
 
 def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
