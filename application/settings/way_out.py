@@ -23,8 +23,9 @@ WAYS_OUT = (
 
 def way_out(config: RLConfig, machine: Machine, fits: Callable[[RLConfig], bool]) -> str | None:
     """Returns a sentence with settings by which a run that does not fit would fit, as `fits` says of other settings,
-    those that cost least first: recomputation, then frozen models in the machine's memory, then what is divided,
-    sleeps or is offloaded, each also with those before; None if there are none."""
+    those that cost least first: recomputation, then frozen models in the machine's memory, then what is divided
+    (weights, then sequences), sleeps or is offloaded, each also with those before, but for sequences, which are tried
+    before what sleeps and last; None if there are none."""
     for divided, flags in _divided(config, machine):
         for resting, rests in _resting(divided):
             for changed, more in _recomputing(resting, machine):
@@ -71,6 +72,7 @@ def _divided(config: RLConfig, machine: Machine) -> Iterator[tuple[RLConfig, lis
     elif config.ds.zero_stage < PARAMETERS:
         config, flags = evolve(config, ds=evolve(config.ds, zero_stage=PARAMETERS)), ["--ds.zero_stage 3"]
         yield config, flags
+    yield from _sharing_sequences(config, flags)
     if not machine.gpu or getattr(getattr(config, section), offload):
         return
     if engines_sleep(config) and not train.optimizer_sleeps:
@@ -78,4 +80,18 @@ def _divided(config: RLConfig, machine: Machine) -> Iterator[tuple[RLConfig, lis
     moved = evolve(getattr(config, section), **{offload: True})
     awake = [] if not train.optimizer_sleeps else ["--train.optimizer_sleeps false"]
     changed = evolve(config, train=evolve(train, optimizer_sleeps=False), **{section: moved})
-    yield changed, [*flags, *awake, f"--{section}.{offload}"]
+    flags = [*flags, *awake, f"--{section}.{offload}"]
+    yield changed, flags
+    yield from _sharing_sequences(changed, flags)
+
+
+def _sharing_sequences(config: RLConfig, flags: list[str]) -> Iterator[tuple[RLConfig, list[str]]]:
+    """Yields the settings with more processes of a machine that share each sequence, fewest first, each with `flags`
+    and its own; what rules refuse is left out."""
+    refused = set(map(str, setting_errors(config)))
+    size = 2 * config.ds.sequence_parallel_size
+    while size <= config.actor.num_gpus_per_node:
+        changed = evolve(config, ds=evolve(config.ds, sequence_parallel_size=size))
+        if refused.issuperset(map(str, setting_errors(changed))):
+            yield changed, [*flags, f"--ds.sequence_parallel_size {size}"]
+        size *= 2

@@ -79,6 +79,22 @@ def test_a_cluster_is_told_to_divide_and_to_offload(
     assert "--train.optimizer_sleeps false" in told
 
 
+def test_a_cluster_is_told_to_share_sequences() -> None:
+    config, gpus = RLConfig(), Machine(gpu=80, memory=1000)
+    config.cluster.enable, config.rollout.engine, config.actor.num_gpus_per_node = True, Engine.VLLM, 8
+
+    def shares(changed: RLConfig) -> bool:
+        return changed.ds.sequence_parallel_size >= 4
+
+    assert way_out(config, gpus, shares) == "It would fit with --ds.zero_stage 3 --ds.sequence_parallel_size 4."
+    told = way_out(config, gpus, lambda changed: shares(changed) and changed.ds.adam_offload)
+    assert told == "It would fit with --ds.zero_stage 3 --ds.adam_offload --ds.sequence_parallel_size 4."
+    config.actor.num_gpus_per_node = 6
+    assert way_out(config, gpus, shares) is None, "4 processes are no groups of 6"
+    config.actor.num_gpus_per_node, config.ds.tensor_parallel_size = 8, 2
+    assert way_out(config, gpus, shares) is None, "processes share layers, not tokens too"
+
+
 def test_a_cluster_is_told_that_frozen_models_may_rest() -> None:
     config, gpus = RLConfig(), Machine(gpu=80, memory=1000)
     config.cluster.enable = config.train.colocate_all = True
