@@ -57,6 +57,8 @@ class CoreEngine(RolloutEngine, WeightReceiver):
         self._changing = asyncio.Lock()
         self._taking = False
         """Whether a transfer of weights has begun; it holds `_changing`."""
+        self._unproved = False
+        """Whether it lacks nothing but the comparison."""
         self._broken: str | None = None
         """Reason why every request fails: the weights are those of no policy. None if they are whole."""
         self._probe: Probe | None = None
@@ -179,6 +181,8 @@ class CoreEngine(RolloutEngine, WeightReceiver):
 
     async def begin_weights(self, info: Mapping[str, Any] | None) -> EngineModel:
         """Implements `WeightReceiver.begin_weights`."""
+        if self._unproved:  # whoever sent the last weights has ended before it asked for the comparison
+            self._end_transfer()
         await self._changing.acquire()
         self._taking = True
         try:
@@ -207,11 +211,12 @@ class CoreEngine(RolloutEngine, WeightReceiver):
             self._core.set_apart()
         else:
             await self._core.forget()
-        self._broken = None
+        self._broken, self._unproved = None, True
         self.set_version(version)
 
     async def prove_weights(self, probe: Probe) -> None:
         """Implements `WeightReceiver.prove_weights`."""
+        self._unproved = False
         try:
             if self._flow.has_begun:
                 self._probe = probe
@@ -244,6 +249,7 @@ class CoreEngine(RolloutEngine, WeightReceiver):
         self._changes.tell()
 
     def _end_transfer(self) -> None:
+        self._unproved = False
         if self._taking:
             self._taking = False
             self._changing.release()

@@ -107,6 +107,18 @@ async def test_what_a_pause_froze_goes_on_when_the_next_transfer_comes_through()
     await frozen
 
 
+async def test_a_transfer_whose_comparison_never_came_does_not_hold_up_the_next() -> None:
+    engine = CoreEngine(EndlessCore(), eos_token_ids=())
+    for version in (1, 2):
+        async with asyncio.timeout(5):
+            await engine.begin_weights({})
+        await engine.finish_weights(version)
+    begun = asyncio.create_task(engine.begin_weights({}))
+    await engine.prove_weights(Probe(tokens=[1, 2], expected=[0.0], temperature=1.0, dtype=torch.float32))
+    await begun
+    assert engine.version == 2
+
+
 @pytest.mark.parametrize(
     ("quantized", "gap", "differs"),
     [
