@@ -139,7 +139,8 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
     gradients = [
         [p.grad for p in parameters if p.grad is not None and is_divided(p) == there] for there in (True, False)
     ]
-    of_shares, alike = (nn.utils.get_total_norm(some) if some else torch.tensor(0.0) for some in gradients)
+    nothing = torch.zeros((), device=parameters[0].device)  # NCCL takes numbers of a GPU alone
+    of_shares, alike = (nn.utils.get_total_norm(some) if some else nothing for some in gradients)
     if any(map(is_divided, parameters)):
         from deepspeed.utils import groups
 
