@@ -14,11 +14,13 @@ from attrs import evolve
 from torch import Tensor, distributed, nn
 
 from rollgrad.adapters.models.deepspeed.tensor_parallel import gradient_norm
-from rollgrad.adapters.models.torch import expert_parallel, forward, sequence_parallel
-from rollgrad.adapters.models.torch.expert_parallel import divided_stacks, exchange_tokens
+from rollgrad.adapters.models.torch import forward
+from rollgrad.adapters.models.torch.experts import expert_parallel
+from rollgrad.adapters.models.torch.experts.expert_parallel import divided_stacks, exchange_tokens
 from rollgrad.adapters.models.torch.forward import PackedLM, scattered
-from rollgrad.adapters.models.torch.loading import load_causal_lm
-from rollgrad.adapters.models.torch.sequence_parallel import SequenceGroup, sequence_group
+from rollgrad.adapters.models.torch.layers import sequence_parallel
+from rollgrad.adapters.models.torch.layers.sequence_parallel import SequenceGroup, sequence_group
+from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
 from tests.fakes import cluster
 from tests.pretended_gpu import CUDA, OnGPU, pretended_gpu
 from tests.tiny_architectures import tiny_model
