@@ -130,7 +130,7 @@ def saved(kind: str, tokenizer: Any, path: Path) -> Path:
 def test_sequences_go_over_nccl(
     kind: str, processes: Processes, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of heads of keys there are two, so that four processes make two teams."""
+    """Four processes make two teams, because there are two heads of keys."""
     path = saved(kind, tiny_tokenizer, tmp_path)
     expected, wanted = passed(path, CPU)
     monkeypatch.setattr(sequence_parallel, "_joined", SequenceGroup(size=processes.size, group="all"))
