@@ -133,7 +133,8 @@ async def test_greedy_tokens_are_the_likeliest_with_logprobs_of_temperature_one(
 async def test_the_trainer_knows_the_tokens_that_a_form_allowed(
     vllm_engine: VLLMEngine, wide_headed_model_dir: Path, tmp_path: Path
 ) -> None:
-    """Its log-probs are of the distribution that was sampled, whose tokens are those of its masks and no others."""
+    """Its log-probs are of the distribution that was sampled, whose tokens are those of its masks and no others; also
+    in steps in which the log-probs of given tokens are asked for, as after a push."""
     sampler = Sampler(wide_headed_model_dir)
     for file in wide_headed_model_dir.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -146,9 +147,13 @@ async def test_the_trainer_knows_the_tokens_that_a_form_allowed(
         sampler.ask(seed, grammar=seed != 1, temperature=0.7, stop_token_ids=(end, other_end), top_logprobs=20)
         for seed in range(4)
     ]
-    played = await asyncio.gather(
-        *(play_one(vllm_engine, sample_id, request) for sample_id, request in enumerate(asked))
+    given = [vllm_engine.core.next_logprob(f"given-{number}", PROMPT, 5, 0.7) for number in range(8)]
+    played, found = await asyncio.gather(
+        asyncio.gather(*(play_one(vllm_engine, sample_id, request) for sample_id, request in enumerate(asked))),
+        asyncio.gather(*given),
     )
+    expected = (plain_logits(wide_headed_model_dir, PROMPT)[-1] / 0.7).log_softmax(-1)[5]
+    assert found == pytest.approx([float(expected)] * 8, abs=TOLERANCE)
     whole, batch = PackedLM(sampler.model, temperature=0.7), pack([trajectory for _, trajectory in played])
     follow_grammars(sampler.model, masks)
     sampled = batch.rollout_logprobs_N[batch.action_mask_N]

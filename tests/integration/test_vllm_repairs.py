@@ -16,7 +16,10 @@ def repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.utils import cpu_triton_utils
     from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.sampler import Sampler
 
+    for name in ("forward", "gather_specific_token_logprobs"):
+        monkeypatch.setattr(Sampler, name, getattr(Sampler, name))
     monkeypatch.setattr(cpu_triton_utils, "_expand_kernel_impl", cpu_triton_utils._expand_kernel_impl)
     monkeypatch.setattr(rejection_sampler, "apply_top_k_top_p", rejection_sampler.apply_top_k_top_p)
     monkeypatch.setattr(gdn_attention, "_causal_conv1d_fwd_cpu", lambda *, x: x)  # not all processors have the kernel

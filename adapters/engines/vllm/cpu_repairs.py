@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 SHM = Path("/dev/shm")
 
@@ -15,6 +16,7 @@ def repair() -> None:
     _convolve_single_tokens()
     _unlink_joined_memory()
     _guess_ahead()
+    _tell_likely_tokens_beside_given_ones()
 
 
 def _route_as_one_group() -> None:
@@ -95,3 +97,32 @@ def _guess_ahead() -> None:
 
     cpu_triton_utils._expand_kernel_impl = repeated
     rejection_sampler.apply_top_k_top_p = kept
+
+
+def _tell_likely_tokens_beside_given_ones() -> None:
+    """Lets requests have the log-probs of their most likely tokens in a step in which others ask for those of given
+    tokens, as the comparison after a push does: the sampler of a CPU leaves out the former."""
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.sample.sampler import Sampler
+
+    sample, gather = Sampler.forward, Sampler.gather_specific_token_logprobs
+
+    def sampled(sampler: Any, logits: Tensor, sampling_metadata: Any, **settings: Any) -> Any:
+        sampler.likely = sampling_metadata.max_num_logprobs
+        return sample(sampler, logits, sampling_metadata, **settings)
+
+    def gathered(sampler: Any, logprobs_BV: Tensor, given: Any, token_B: Tensor) -> Any:
+        found = gather(sampler, logprobs_BV, given, token_B)
+        if found is None or not sampler.likely:
+            return found
+        likely = sampler.gather_logprobs(logprobs_BV, sampler.likely, token_ids=token_B)
+        rows, width = [*given], max(found.logprobs.shape[1], likely.logprobs.shape[1])
+        parts = []
+        for name, nothing in (("logprob_token_ids", 0), ("logprobs", float("-inf"))):
+            both = ((getattr(each, name), each.logprobs.shape[1]) for each in (likely, found))
+            joined, own = (functional.pad(part, (0, width - columns), value=nothing) for part, columns in both)
+            joined[rows] = own[rows]
+            parts.append(joined)
+        return LogprobsTensors(*parts, found.selected_token_ranks)
+
+    Sampler.forward, Sampler.gather_specific_token_logprobs = sampled, gathered
