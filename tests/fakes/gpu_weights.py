@@ -70,7 +70,8 @@ async def within_a_gpu(path: Path) -> AsyncIterator[Parts]:
 @asynccontextmanager
 async def between_gpus(path: Path) -> AsyncIterator[Parts]:
     """Two training processes at ZeRO's stage 3 and one engine, each on a GPU of its own."""
-    settings = {**SETTINGS, "model": str(path), "sync_backend": SyncBackend.NCCL}
+    # Ray may give it a GPU on which other tests' engine is.
+    settings = {**SETTINGS, "model": str(path), "sync_backend": SyncBackend.NCCL, "memory_fraction": SHARE}
     async with trained_on_two(path, shared=False) as (_, policy):
         fleet = EngineFleet(await start_engines(1, settings, options=[{"num_gpus": 1}], seconds=SECONDS))
         try:
@@ -104,6 +105,7 @@ async def trained_on_two(path: Path, *, shared: bool) -> AsyncIterator[tuple[Pla
     """A policy in two processes, whose GPUs engines may share, and their places."""
     import ray
 
+    ray.shutdown()  # one that other files' tests have shared
     ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR")
     placement = Placement("actor", 2, gpus=1, shared=shared, timeout=SECONDS)
     workers = begin_workers([placement.slot(rank) for rank in range(2)], threads=1)
