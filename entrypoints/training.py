@@ -5,6 +5,7 @@ import copy
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +16,7 @@ from rollgrad.adapters.checkpoints.files import make_writable
 from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.system.event_loop import run_to_end
-from rollgrad.adapters.system.stop_signals import heeding_signals
+from rollgrad.adapters.system.stop_signals import deaf, heeding_signals
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
 from rollgrad.application.foreign import first_line
 from rollgrad.application.pipelines.run import BEST_MODEL, FINAL_MODEL, Run
@@ -130,6 +131,18 @@ def train_in(
     Raises:
         RollgradError, or any error that ended the run: the training so far is saved first.
     """
+    with ExitStack() as ending:
+        return _train_in(config, container, title, check, before_run, ending)
+
+
+def _train_in(
+    config: TrainingRun,
+    container: BaseContainer,
+    title: str,
+    check: Callable[[], None],
+    before_run: Callable[[], None],
+    ending: ExitStack,
+) -> TrainResult:
     output_dir = Path(config.ckpt.output_dir)
     check_output(config.ckpt)  # again: another run may have been there until now
     if config.ckpt.push_to_hub is not None:
@@ -164,6 +177,7 @@ def train_in(
                 on_save = _reporting(output_dir, title)
                 outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(on_save), container)))
                 if outcome.interrupted:
+                    ending.enter_context(deaf())
                     record.interrupted(signal.Signals(stopped_by).name)
                 elif outcome.enough is not None:
                     record.finished(outcome.enough)

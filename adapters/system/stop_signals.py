@@ -69,6 +69,22 @@ async def heeding_signals(work: Coroutine[Any, Any, Result], says: str = RUN_END
 
 
 @contextmanager
+def deaf() -> Iterator[None]:
+    """Lets signals that end a run, but for Ctrl-C, do nothing inside the block, which reports what one has ended: a
+    terminal or a scheduler sends several."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+    numbers = [number for number in (*STOPS, *WARNINGS) if number != signal.SIGINT]
+    before = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], says: str) -> Iterator[list[int]]:
     """Calls `cancel` at the first signal inside the block, and yields a list that then has it."""
     received: list[int] = []

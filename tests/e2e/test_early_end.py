@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from rollgrad.entrypoints.cli.main import main
+from rollgrad.entrypoints.run_record import RunStatus, read_run
 
 STARTUP_SECONDS = 300.0
 STOP_SECONDS = 200.0
@@ -141,12 +142,17 @@ def test_a_signal_ends_the_run_as_ctrl_c_does(
             assert time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(number)
+        while (found := read_run(workspace / "out")) is None or found["status"] is RunStatus.RUNNING:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.send_signal(signal.SIGHUP)  # as a shell sends it after its terminal, while the report is written
         _, stderr = process.communicate(timeout=STOP_SECONDS)
     finally:
         if process.poll() is None:
             process.kill()
     assert process.returncode == 128 + number, stderr
     assert "what was trained is in out" in stderr
+    assert (workspace / "out" / "report.html").exists()
     assert step() == logged()[-1] >= 2
     assert weights(workspace / "out" / "model")
     more = str(step() + 1)
