@@ -265,6 +265,7 @@ class Run(Generic[Sample]):
             self._states.finish()
         except Exception as second:  # of the state before, if it is not `error` itself
             log.warning("no training state was saved", reason=str(second))
+        saves = not exploded
         try:
             if not exploded:
                 self._save_last()
@@ -274,13 +275,14 @@ class Run(Generic[Sample]):
                     )
         except Exception as second:  # a full disk, a lost process: the first error is raised in any case
             log.error("saving failed: what was saved before is still there", reason=str(second))
-        newest = self._states.written or self._began  # 0: there is none
+            saves = False
+        lost = self._done - (newest := self._states.written or self._began)  # 0: there is none
+        less = {"lose_fewer_by": "a lower --ckpt.state_minutes, or --ckpt.state_steps"} if lost else {}
         if newest:
-            log.warning(
-                "--ckpt.resume continues the run from its newest training state",
-                step=newest,
-                lost_steps=self._done - newest,
-            )
+            says = "--ckpt.resume continues the run from its newest training state"
+            log.warning(says, step=newest, lost_steps=lost, **less)
+        elif lost and not saves:
+            log.warning("there is no training state from which the run could continue", lost_steps=lost, **less)
 
     def _save_last(self) -> None:
         """Saves the model, and the training state, which may be on another disk, also where the model cannot be."""

@@ -329,6 +329,16 @@ def test_where_nothing_more_can_be_saved_it_is_told_from_which_step_a_run_goes_o
     with capture_logs() as logs, pytest.raises(type(policy._error)):
         run.train()
     assert continued(logs) == [(2, FAILS_AFTER - 2)]
+    assert "--ckpt.state_minutes" in logs[-1]["lose_fewer_by"]
+
+
+def test_what_is_lost_without_any_training_state_is_told(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=STEPS, state_minutes=30.0, policy=LostRank(FAILS_AFTER))
+    with capture_logs() as logs, pytest.raises(NonFiniteUpdateError):
+        run.train()
+    assert continued(logs) == []
+    assert logs[-1]["event"] == "there is no training state from which the run could continue"
+    assert logs[-1]["lost_steps"] == FAILS_AFTER
 
 
 def continued(logs: Sequence[MutableMapping[str, Any]]) -> list[tuple[int, int]]:
