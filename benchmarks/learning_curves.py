@@ -55,6 +55,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "reinforce_pp": {},
     "reinforce_pp_baseline": {},
     "opo": {},
+    "otb": {},
     "gpg": {},
     "maxrl": {},
     "pass_at_k": {},

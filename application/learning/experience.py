@@ -26,7 +26,7 @@ from rollgrad.domain.batches.turn_states import TurnStates
 from rollgrad.domain.control.signs import PART
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError, RewardError
-from rollgrad.domain.ports.models import PolicyModel, PredictingModel, ReferenceModel, ValueModel
+from rollgrad.domain.ports.models import PolicyModel, PredictingModel, ReferenceModel, TokenScores, ValueModel
 
 log = structlog.get_logger(__name__)
 
@@ -128,7 +128,7 @@ class ExperienceService:
             self._replays = False
         batch = self._with_sampler(batch)
         batch = evolve(batch, baselines_S=self._baselines(trajectories, baselines or {}))
-        batch = self._with_own_scores(batch)
+        batch, own = self._with_own_scores(batch)
         reference_kl: float | None = None
         token_rewards_N = torch.zeros(1).expand(batch.token_count)  # no memory
         if self._reference is not None:
@@ -148,7 +148,7 @@ class ExperienceService:
         if "states" in estimator_traits(self._algo.advantage.estimator).needs:
             states = TurnStates.of(trajectories)
             metrics["advantage/same_state_share"] = states.shared_share
-        batch = self._with_advantages(batch, token_rewards_N, states, metrics)
+        batch = self._with_advantages(batch, token_rewards_N, states, own, metrics)
         return Experience(batch=batch, metrics=metrics, reference_kl=reference_kl)
 
     def _with_reference(self, batch: RolloutBatch, reference: ReferenceModel) -> RolloutBatch:
@@ -243,9 +243,9 @@ class ExperienceService:
         baselines_S = (baselines_S - mean) / std
         return baselines_S if reward.clip_range is None else baselines_S.clamp(*reward.clip_range)
 
-    def _with_own_scores(self, batch: RolloutBatch) -> RolloutBatch:
+    def _with_own_scores(self, batch: RolloutBatch) -> tuple[RolloutBatch, TokenScores | None]:
         """Adds what is read of the policy before the update: `old_logprobs_N` if the ratio or the KL penalty needs it,
-        `entropies_N` if the loss chooses tokens by them."""
+        `entropies_N` if the loss chooses tokens by them. Returns its scores, too, None where nobody reads them."""
         source = self._algo.old_logprobs
         if source is OldLogprobs.ROLLOUT:
             batch = evolve(batch, old_logprobs_N=batch.rollout_logprobs_N)
@@ -253,15 +253,17 @@ class ExperienceService:
         known = source is OldLogprobs.INTERPOLATE or self._ratio_is_one
         compared = source is not OldLogprobs.ROLLOUT and (penalised or not known)
         chosen = self._algo.top_entropy_quantile < 1
-        if not compared and not chosen:
-            return batch
+        weighed = "collisions" in estimator_traits(self._algo.advantage.estimator).needs
+        if not compared and not chosen and not weighed:
+            return batch, None
         scores = self._policy.scores(self._passes(batch.without_sampler(), self._policy))
-        return evolve(
+        batch = evolve(
             batch,
             old_logprobs_N=scores.logprobs_N if compared else batch.old_logprobs_N,
             entropies_N=scores.entropy_N if chosen else None,
             experts_NLK=batch.experts_NLK if scores.experts_NLK is None else scores.experts_NLK,
         )
+        return batch, scores
 
     def _kl_penalty(self, batch: RolloutBatch, kl_coef: float) -> tuple[Tensor, dict[str, float]]:
         """Returns -kl_coef x KL of each action token, the KL in the reward (Ziegler et al. 2019, eq. 2), and the mean
@@ -281,7 +283,12 @@ class ExperienceService:
         return torch.where(batch.action_mask_N, -kl_coef * kl_N, 0.0), metrics
 
     def _with_advantages(
-        self, batch: RolloutBatch, token_rewards_N: Tensor, states: TurnStates | None, metrics: dict[str, float]
+        self,
+        batch: RolloutBatch,
+        token_rewards_N: Tensor,
+        states: TurnStates | None,
+        scores: TokenScores | None,
+        metrics: dict[str, float],
     ) -> RolloutBatch:
         advantage = self._algo.advantage
         parts_SK = batch.reward_parts_SK
@@ -312,6 +319,8 @@ class ExperienceService:
                 reward_parts_SK=parts_SK,
                 part_weights_K=weights_K,
                 state_ids_N=None if states is None else states.ids_N,
+                logprobs_N=None if scores is None else scores.logprobs_N,
+                collision_N=None if scores is None else scores.collision_N,
                 roles_S=batch.roles_S or None,
             ),
             advantage,

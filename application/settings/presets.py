@@ -48,6 +48,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "dr_grpo": {**_GROUP, "algo.advantage.estimator": "dr_grpo", "actor.loss_aggregation": "constant_length"},
     # Liu et al. 2025, arXiv:2508.08221: PPO's loss over tokens.
     "lite_ppo": {**_GROUP, "algo.advantage.estimator": "lite_ppo", "actor.loss_aggregation": "token_mean"},
+    # Li et al. 2026, arXiv:2602.07078: PPO's loss over tokens.
+    "otb": {**_GROUP, "algo.advantage.estimator": "optimal_token_baseline", "actor.loss_aggregation": "token_mean"},
     # Yu et al. 2025; the length penalty goes by a run's own limit: --reward.overlong_buffer_len.
     "dapo": {
         "algo.advantage.estimator": "group_norm",

@@ -37,7 +37,8 @@ def idle_settings(config: RLConfig) -> list[str]:
         chosen = ["policy_loss_type"] if actor.policy_loss_type in BY_RATIO else []
         # The trainer's experts are those of a pass that scores the policy before the update, which nothing else needs.
         kl, judged = config.algo.kl, config.algo.correction.gate is CorrectionGate.SECOND_MOMENT
-        scored = judged or config.algo.top_entropy_quantile < 1
+        weighed = "collisions" in estimator_traits(config.algo.advantage.estimator).needs
+        scored = judged or weighed or config.algo.top_entropy_quantile < 1
         unscored = not scored and (kl.init_coef == 0 or kl.use_loss)
         replays = ["router_replay"] if unscored and actor.router_replay is RouterReplay.TRAINER else []
         idle += [f"actor.{key} {getattr(actor, key)}" for key in (*chosen, *changed, *replays)]

@@ -17,9 +17,10 @@ from rollgrad.domain.settings import SettingMetadata
 
 Traits = TypeVar("Traits", bound="_AlgorithmTraits")
 
-NEEDS = ("group", "critic", "greedy_baseline", "teacher", "reward_parts", "rewards_from_0", "states")
+NEEDS = ("group", "critic", "greedy_baseline", "teacher", "reward_parts", "rewards_from_0", "states", "collisions")
 """Needs that an estimator may have: several samples of a prompt, values, a greedy rollout of each prompt, a teacher's
-log-probs, rewards that come in named parts, rewards of at least 0, and the states in which turns were played."""
+log-probs, rewards that come in named parts, rewards of at least 0, the states in which turns were played, and the
+policy's collision entropies."""
 
 WHITENINGS = ("none", "batch", "group")
 """Tokens over which advantages are centred and scaled after the estimator: none, all action tokens, or a group's."""
@@ -93,6 +94,7 @@ ESTIMATORS: dict[str, EstimatorTraits] = {
     "dr_grpo": EstimatorTraits(needs=("group",)),
     "lite_ppo": EstimatorTraits(needs=("group",)),
     "opo": EstimatorTraits(needs=("group",)),
+    "optimal_token_baseline": EstimatorTraits(needs=("group", "collisions")),
     "gpg": EstimatorTraits(needs=("group",)),
     "maxrl": EstimatorTraits(needs=("group", "rewards_from_0")),
     "pass_at_k": EstimatorTraits(needs=("group",), uses=("pass_k",)),
@@ -171,6 +173,7 @@ OTHER_ESTIMATOR_NAMES = {
     "reinforce++_baseline": "reinforce_baseline",
     "reinforce_pp_baseline": "reinforce_baseline",
     "reinforce_plus_plus_baseline": "reinforce_baseline",
+    "tir_optimal_token_baseline": "optimal_token_baseline",
 }
 """Names of estimators in papers and in verl, and their names here."""
 

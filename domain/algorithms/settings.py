@@ -134,8 +134,9 @@ class AdvantageSettings:
     estimator: str = setting(
         "gae",
         "gae (PPO), turn_gae, reinforce (REINFORCE++), reinforce_baseline, rloo, rloo_sequence, group_norm (GRPO), "
-        "dr_grpo, lite_ppo, opo, gpg, maxrl, pass_at_k, gdpo, turn_group_norm, process_group_norm, gigpo, remax, "
-        "flash_reinforce, on_policy_distill, iw_opd, or a name that algo.extension_path defines.",
+        "dr_grpo, lite_ppo, opo, optimal_token_baseline, gpg, maxrl, pass_at_k, gdpo, turn_group_norm, "
+        "process_group_norm, gigpo, remax, flash_reinforce, on_policy_distill, iw_opd, or a name that "
+        "algo.extension_path defines.",
     )
     gamma: float = setting(1.0, "Discount per action token (per turn for the turn estimators).", SHARE)
     lambd: float = setting(1.0, "GAE's lambda per action token.", SHARE)

@@ -118,13 +118,15 @@ class PolicyModel(Protocol):
 
     def scores(self, passes: Passes[Any]) -> TokenScores:
         """Returns the log-probs and entropy of the action tokens of the batch that the passes divide, and the experts
-        that each of its tokens went to, if the model keeps them."""
+        that each of its tokens went to and the collision entropies, if the model keeps or finds them."""
         scores = [self.score(batch) for batch in passes]
         experts = [each.experts_NLK for each in scores if each.experts_NLK is not None]
+        collisions = [each.collision_N for each in scores if each.collision_N is not None]
         return TokenScores(
             logprobs_N=passes.merged([each.logprobs_N for each in scores]),
             entropy_N=passes.merged([each.entropy_N for each in scores]),
             experts_NLK=passes.merged(experts) if experts else None,
+            collision_N=passes.merged(collisions) if collisions else None,
         )
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:

@@ -75,6 +75,11 @@ def make_correction(config: RLConfig) -> CorrectionSettings | None:
     return None if level is CorrectionLevel.OFF else evolve(config.algo.correction, level=level)
 
 
+def finds_collisions(config: RLConfig) -> bool:
+    """Returns whether the policy's scores have collision entropies, which the estimator reads."""
+    return "collisions" in estimator_traits(config.algo.advantage.estimator).needs
+
+
 def make_centering(config: RLConfig) -> ScoreCentering | None:
     """Returns what finds the mean score that is taken out of the policy's; None without score centering."""
     return ScoreCentering(make_correction(config)) if config.algo.score_centering_top_k else None

@@ -55,7 +55,7 @@ SELDOM: Mapping[str, str] = {
         "values are computed as log-probs are: see --train.max_tokens_per_scoring_pass.",
     ),
     "critic.ppo_max_token_len_per_gpu": "the critic's passes are as large as the actor's.",
-    f"{ACTOR}.calculate_sum_pi_squared": "it is no metric here.",
+    f"{ACTOR}.calculate_sum_pi_squared": "optimal_token_baseline finds it for itself, and it is no metric.",
     f"{ACTOR}.rollout_n": "it is that of actor_rollout_ref.rollout.n.",
     f"{ROLLOUT}.logprobs_mode": "log-probs are those of the distribution that is sampled from.",
     f"{ROLLOUT}.prometheus": "metrics are in metrics.jsonl: see rollgrad ui.",

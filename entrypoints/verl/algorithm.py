@@ -68,6 +68,12 @@ def _advantages(draft: RLDraft) -> None:
     if estimator == "grpo_passk":
         estimator = "pass_at_k"
         draft.change("algorithm.adv_estimator", "any samples of a group are compared, in verl the two best")
+    if estimator == "optimal_token_baseline":
+        draft.change(
+            "algorithm.adv_estimator",
+            "what the longest reply has beyond all others takes the last baseline, in verl none, and weights of a "
+            "correction do not enter it",
+        )
     if estimator not in ESTIMATORS:
         raise ConfigurationError(
             f"algorithm.adv_estimator is {given}, but there are {', '.join(ESTIMATORS)}: change it, or define it in "

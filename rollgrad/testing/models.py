@@ -75,6 +75,7 @@ def _unigram(table_V: Tensor, batch: PackedBatch) -> TokenScores:
     return TokenScores(
         logprobs_N=torch.where(batch.action_mask_N, log_softmax_V[batch.tokens_N], 0.0),
         entropy_N=torch.where(batch.action_mask_N, entropy, 0.0),
+        collision_N=torch.where(batch.action_mask_N, -(2 * log_softmax_V).logsumexp(0), 0.0),
     )
 
 

@@ -29,7 +29,7 @@ FEW = 16
 """Tokens of a stretch, on average, from which a column travels as stretches."""
 
 SCORE, SCORES, LOGPROBS, VALUES, PREDICT = "score", "scores", "logprobs", "values", "predict"
-"""Calls whose results are columns: all of `TokenScores`, log-probs, entropy and experts, log-probs alone, values,
+"""Calls whose results are columns: all of `TokenScores`, those of `PolicyModel.scores`, log-probs alone, values,
 predictions."""
 
 SMALL = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.float16)
@@ -38,7 +38,7 @@ SMALL = (torch.bool, torch.uint8, torch.int16, torch.int32, torch.float16)
 EXPERTS = "experts_NLK"
 """Column of results with an entry for each token, not for action tokens alone."""
 
-NAMES = {SCORES: ("logprobs_N", "entropy_N", EXPERTS), LOGPROBS: ("logprobs_N",)}
+NAMES = {SCORES: ("logprobs_N", "entropy_N", "collision_N", EXPERTS), LOGPROBS: ("logprobs_N",)}
 """Columns of scores that return from calls of fewer than all."""
 
 PREDICTED = ("teacher_ids_NK", "teacher_logprobs_NK")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rollgrad.application.settings.correction import correction_level, truncated_sampling
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.domain.algorithms.catalogue import POLICY_LOSSES
+from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES
 from rollgrad.domain.algorithms.settings import CorrectionGate, CorrectionLevel, KLEstimator, OldLogprobs
 
 SERVED_TOKENS = 19
@@ -53,6 +53,12 @@ def centering_problems(config: RLConfig) -> Iterator[str]:
         yield (
             f"{on} with algo.kl.estimator full, but the pass that compares whole distributions finds no mean score: "
             f"set --algo.kl.estimator to k2 or k3, or {out}."
+        )
+    estimator = algo.advantage.estimator
+    if estimator in ESTIMATORS and "collisions" in ESTIMATORS[estimator].needs:
+        yield (
+            f"{on} with algo.advantage.estimator {estimator}, whose pass over the vocabulary finds no mean score: set "
+            f"--algo.advantage.estimator to opo, or {out}."
         )
     if config.rollout.engine is Engine.SERVER and top_k > SERVED_TOKENS:
         yield (

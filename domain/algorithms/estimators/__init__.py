@@ -9,7 +9,7 @@ from attrs import evolve
 
 from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.columns import check_tokens
-from rollgrad.domain.algorithms.estimators import best, distill, gae, group, reinforce, turn
+from rollgrad.domain.algorithms.estimators import best, distill, gae, group, reinforce, token_baseline, turn
 from rollgrad.domain.algorithms.estimators.actions import Actions, whiten_over
 from rollgrad.domain.algorithms.estimators.registry import ESTIMATORS, estimator
 from rollgrad.domain.algorithms.estimators.types import Advantages, Estimator, EstimatorInput, EstimatorParams
@@ -83,5 +83,6 @@ __all__ = [
     "gae",
     "group",
     "reinforce",
+    "token_baseline",
     "turn",
 ]

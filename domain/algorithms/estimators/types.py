@@ -36,6 +36,7 @@ class EstimatorInput:
     in the order in which they were sampled; None takes every run of adjacent action tokens for a turn. `lengths_S`,
     `group_ids_S`, `sample_ids_S`: int64; sequences of one group answer one prompt, sequences of one sample are branches
     of one rollout. `values_N`: from the critic. `baselines_S`: reward of the prompt's greedy rollout.
+    `logprobs_N`, `collision_N`: of the policy before the update, the second as `TokenScores` has it.
     `state_ids_N`: int64, state in which the turn of each action token was played, equal for the same.
     `reward_parts_SK`, `part_weights_K`: named rewards, which add up over a rollout's branches, and their weights.
     `roles_S`: the role of each sequence; None without any."""
@@ -52,6 +53,8 @@ class EstimatorInput:
     reward_parts_SK: Tensor | None = None
     part_weights_K: Tensor | None = None
     state_ids_N: Tensor | None = None
+    logprobs_N: Tensor | None = field(default=None, converter=optional(_at_least_float32))
+    collision_N: Tensor | None = field(default=None, converter=optional(_at_least_float32))
     roles_S: tuple[str, ...] | None = None
 
     def of_role(self, role: str) -> tuple["EstimatorInput", Tensor]:

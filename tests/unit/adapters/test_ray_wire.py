@@ -96,7 +96,9 @@ class Model:
         self.given.append(batch)
         logprobs_N = torch.where(batch.action_mask_N, -batch.tokens_N / 1e6, 0.0)
         routed = None if batch.experts_NLK is None else batch.experts_NLK.short() * 100
-        return TokenScores(logprobs_N=logprobs_N, entropy_N=2 * logprobs_N, experts_NLK=routed)
+        return TokenScores(
+            logprobs_N=logprobs_N, entropy_N=2 * logprobs_N, collision_N=4 * logprobs_N, experts_NLK=routed
+        )
 
     def values(self, batch: PackedBatch) -> Tensor:
         return 3 * self.score(batch).logprobs_N
@@ -165,10 +167,11 @@ def test_results_come_back_to_their_tokens(method: str, groups: list[list[int]],
     expected = {
         "logprobs_N": scores.logprobs_N,
         "entropy_N": scores.entropy_N,
+        "collision_N": scores.collision_N,
         EXPERTS: scores.experts_NLK,
         VALUES: Model().values(batch),
     }
-    of_scores = {"logprobs_N", "entropy_N", EXPERTS}
+    of_scores = {"logprobs_N", "entropy_N", "collision_N", EXPERTS}
     names = {SCORE: of_scores, SCORES: of_scores, LOGPROBS: {"logprobs_N"}, VALUES: {VALUES}}[method]
     assert results[0].keys() == names
     columns = merged(passes, results)

@@ -11,6 +11,7 @@ from rollgrad.application.learning.experience import Experience, ExperienceServi
 from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.application.settings.sections.reward import RewardConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
+from rollgrad.domain.algorithms.estimators import EstimatorInput, estimate
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.settings import AdvantageSettings, KLEstimator, KLSettings, OldLogprobs
 from rollgrad.domain.algorithms.shaping_settings import Normalise
@@ -377,6 +378,41 @@ def test_entropies_before_the_update_are_found_where_the_loss_chooses_by_them(so
     for found, wanted in zip((batch.old_logprobs_N,), (plain.old_logprobs_N,), strict=True):
         assert (found is None) == (wanted is None)
         assert found is None or wanted is None or torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("source", list(OldLogprobs))
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_baseline_of_each_token_is_weighed_by_the_policy_before_the_update(source: OldLogprobs, steps: int) -> None:
+    """It takes the pass that finds log-probs, where there is one, and leaves those as they would be."""
+    policy = FakePolicy(TILT)
+    config = algo("optimal_token_baseline")
+    config.old_logprobs = source
+    batch = make(config, policy=policy, steps=steps).batch
+    assert len(policy.scored) == 1
+    plain = algo("dr_grpo")
+    plain.old_logprobs = source
+    before = make(plain, steps=steps).batch.old_logprobs_N
+    assert (batch.old_logprobs_N is None) == (before is None)
+    scores = policy.score(batch)
+    assert scores.collision_N is not None
+    assert batch.advantages_N is not None
+    wanted = estimate(
+        "optimal_token_baseline",
+        EstimatorInput(
+            rewards_N=batch.rewards_N,
+            token_rewards_N=torch.zeros_like(batch.rewards_N),
+            action_mask_N=batch.action_mask_N,
+            turn_ids_N=batch.turn_ids_N,
+            lengths_S=batch.lengths_S,
+            group_ids_S=batch.group_ids_S,
+            sample_ids_S=batch.sample_ids_S,
+            logprobs_N=scores.logprobs_N,
+            collision_N=scores.collision_N,
+        ),
+        config.advantage,
+    )
+    assert torch.equal(batch.advantages_N, wanted.advantages_N)
+    assert batch.advantages_N.count_nonzero() > 0
 
 
 @pytest.mark.parametrize("kind", [KLEstimator.K1, KLEstimator.K2, KLEstimator.K3])

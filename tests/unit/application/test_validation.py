@@ -464,6 +464,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         CENTRED | {"rollout.engine": Engine.SERVER, "rollout.server_urls": ("http://127.0.0.1:8000",)},
         "set --algo.score_centering_top_k to 19 or less",
     ),
+    ({**CENTRED, "algo.advantage.estimator": "optimal_token_baseline"}, "set --algo.advantage.estimator to opo"),
     (
         CENTRED | {"rollout.engine": Engine.VLLM, "vllm.extra": {"max_logprobs": 20}},
         "leave --vllm.extra.max_logprobs out",

@@ -31,6 +31,16 @@ class Sequence:
     parts: list[float] = attrs.field(factory=lambda: [0.0] * len(PART_WEIGHTS))
 
     @property
+    def logprobs(self) -> list[float]:
+        """Log-prob of each token."""
+        return [-0.1 - abs(value) for value in self.values]
+
+    @property
+    def collisions(self) -> list[float]:
+        """Collision entropy of each token, of a vocabulary of three of which two others share what is left."""
+        return [-math.log(math.exp(2 * x) + (1 - math.exp(x)) ** 2 / 2) for x in self.logprobs]
+
+    @property
     def states(self) -> list[int]:
         """State in which each token's turn was played, as the turn's first token has it."""
         return [int(value > 0) for value in self.values]
@@ -340,6 +350,31 @@ def gigpo(batch: list[Sequence], gamma: float, weight: float, no_std_norm: bool)
     return rows
 
 
+def token_baseline(batch: list[Sequence]) -> Rows:
+    """Reward to go minus the mean of the group's at the same place, weighted by the squared gradients up to it; of the
+    longest rollout's last tokens the last such mean."""
+    togo, rows = returns_to_go(batch, 1.0), blank(batch)
+    energies: dict[Rollout, list[float]] = {}
+    for rollout, places in episodes(batch).items():
+        sums = energies.setdefault(rollout, [])
+        for i, t in places:
+            p = math.exp(batch[i].logprobs[t])
+            sums.append((sums[-1] if sums else 0.0) + 1 - 2 * p + math.exp(-batch[i].collisions[t]))
+    for rollout, places in episodes(batch).items():
+        group = {key: mine for key, mine in episodes(batch).items() if key[0] == rollout[0]}
+        for number, (i, t) in enumerate(places):
+            compared = min(number, sorted(map(len, group.values()))[-2] - 1) if len(group) > 1 else -1
+            if compared < 0:
+                rows[i][t] = 0.0
+                continue
+            reached = {key: mine[compared] for key, mine in group.items() if len(mine) > compared}
+            weights = [energies[key][compared] for key in reached]
+            returns = [togo[j][u] or 0.0 for j, u in reached.values()]
+            mean = math.fsum(w * g for w, g in zip(weights, returns, strict=True)) / math.fsum(weights)
+            rows[i][t] = (togo[i][t] or 0.0) - mean
+    return rows
+
+
 def prefix_weighted(batch: list[Sequence], weight: float) -> Rows:
     """Each token's KL addition, more where the sizes of those before it are a small part of the episode's."""
     rows = blank(batch)
@@ -369,6 +404,8 @@ def raw(kind: str, batch: list[Sequence], settings: Settings) -> tuple[Rows, Row
             rows = gigpo(batch, settings.gamma, settings.step_weight, settings.no_std_norm)
         case "on_policy_distill":
             rows = [[x if a else None for x, a in zip(s.extras, s.actions, strict=True)] for s in batch]
+        case "optimal_token_baseline":
+            rows = token_baseline(batch)
         case "iw_opd":
             rows = prefix_weighted(batch, settings.prefix_weight)
         case _:

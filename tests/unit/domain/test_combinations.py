@@ -77,6 +77,8 @@ def make_batch(seed: int, estimator: str, loss: str, aggregation: str) -> tuple[
             reward_parts_SK=torch.rand(count, 2, generator=generator, dtype=torch.float64),
             part_weights_K=torch.tensor([1.0, 0.5]),
             state_ids_N=column([float(x) for s in sequences for x in s.states]).long(),
+            logprobs_N=column([x for s in sequences for x in s.logprobs]),
+            collision_N=column([x for s in sequences for x in s.collisions]),
         ),
         EstimatorParams(),
     )

@@ -33,6 +33,7 @@ BASELINED = [
     "group_norm",
     "dr_grpo",
     "opo",
+    "optimal_token_baseline",
     "gpg",
     "gdpo",
     "turn_group_norm",
@@ -42,7 +43,17 @@ BASELINED = [
 """Estimators whose baseline is the group's."""
 GROUP_ESTIMATORS = [*BASELINED, "lite_ppo", "maxrl", "pass_at_k"]
 SCALE_FREE = ["group_norm", "lite_ppo", "gdpo", "maxrl", "pass_at_k", "turn_group_norm", "process_group_norm", "gigpo"]
-LINEAR = ["reinforce_baseline", "rloo", "rloo_sequence", "dr_grpo", "opo", "gpg", "remax", "flash_reinforce"]
+LINEAR = [
+    "reinforce_baseline",
+    "rloo",
+    "rloo_sequence",
+    "dr_grpo",
+    "opo",
+    "optimal_token_baseline",
+    "gpg",
+    "remax",
+    "flash_reinforce",
+]
 EXAMPLES = settings(max_examples=25, deadline=None)
 FEWER = settings(max_examples=12, deadline=None)
 """For what holds of every estimator alike."""
@@ -68,7 +79,7 @@ def flat(batch: list[Sequence], name: str, dtype: torch.dtype = torch.float64) -
 
 def inputs(batch: list[Sequence], dtype: torch.dtype = torch.float64, poison: float | None = None) -> EstimatorInput:
     mask = flat(batch, "actions", torch.bool)
-    columns = {name: flat(batch, name, dtype) for name in ("rewards", "extras", "values")}
+    columns = {name: flat(batch, name, dtype) for name in ("rewards", "extras", "values", "logprobs", "collisions")}
     if poison is not None:
         columns = {name: torch.where(mask, column, poison) for name, column in columns.items()}
     has_turns = all(s.turns is not None for s in batch)
@@ -85,6 +96,8 @@ def inputs(batch: list[Sequence], dtype: torch.dtype = torch.float64, poison: fl
         reward_parts_SK=torch.tensor([s.parts for s in batch], dtype=dtype),
         part_weights_K=torch.tensor(PART_WEIGHTS, dtype=dtype),
         state_ids_N=flat(batch, "states", torch.int64),
+        logprobs_N=columns["logprobs"],
+        collision_N=columns["collisions"],
     )
 
 
@@ -721,6 +734,8 @@ def test_turn_gae_of_one_token_turns_is_gae(seed: int) -> None:
         ("gdpo", "reward_parts_SK"),
         ("gdpo", "part_weights_K"),
         ("gigpo", "state_ids_N"),
+        ("optimal_token_baseline", "logprobs_N"),
+        ("optimal_token_baseline", "collision_N"),
     ],
 )
 def test_a_missing_input_is_named(name: str, column: str) -> None:

@@ -439,6 +439,8 @@ def test_an_adaptive_weight_of_kl() -> None:
         ("reinforce_plus_plus_baseline", "reinforce_baseline"),
         ("remax", "remax"),
         ("opo", "opo"),
+        ("optimal_token_baseline", "optimal_token_baseline"),
+        ("tir_optimal_token_baseline", "optimal_token_baseline"),
         ("gpg", "gpg"),
         ("grpo_passk", "pass_at_k"),
     ],

@@ -1,0 +1,61 @@
+"""An estimator whose baseline is each place's own."""
+
+import torch
+
+from rollgrad.domain.algorithms.equality import SAME
+from rollgrad.domain.algorithms.estimators.actions import Actions
+from rollgrad.domain.algorithms.estimators.discounting import reverse_discounted_sum
+from rollgrad.domain.algorithms.estimators.registry import estimator
+from rollgrad.domain.algorithms.estimators.types import Advantages, EstimatorInput, EstimatorParams
+
+
+@estimator("optimal_token_baseline")
+def optimal_token_baseline(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
+    """G_t - sum(W_t G_t) / sum(W_t), the sums over the group's rollouts that have a t-th action token: G_t is the
+    reward to go with the KL penalties, W_t the sum over a rollout's tokens up to t of the squared norm of the gradient
+    of log p by the logits, 1 - 2 p + sum_v p_v^2 (Li et al. 2026, "The Optimal Token Baseline", arXiv:2602.07078). It
+    is the baseline with which the gradient varies least. Tokens that one rollout alone has, as the longest, take the
+    last baseline before them, in a group of one rollout their own G_t: advantage 0.
+
+    Raises:
+        ValueError: `logprobs_N` or `collision_N` is missing.
+    """
+    if inputs.logprobs_N is None or inputs.collision_N is None:
+        raise ValueError("optimal_token_baseline needs logprobs_N and collision_N of the policy before the update.")
+    actions = Actions(inputs)
+    lengths_R, rollout_A, rewards_A = actions.lengths_R, actions.rollout_A, actions.take(inputs.rewards_N).double()
+    if len(rewards_A) == 0:
+        empty_N = torch.zeros_like(inputs.rewards_N)
+        return Advantages(advantages_N=empty_N, returns_N=empty_N)
+    penalties_A = actions.take(inputs.token_rewards_N).double()
+    togo_A = reverse_discounted_sum(rewards_A + penalties_A, lengths_R, 1.0)
+    size_A = reverse_discounted_sum(rewards_A.abs() + penalties_A.abs(), lengths_R, 1.0)
+    logprobs_A, collision_A = (actions.take(column).double() for column in (inputs.logprobs_N, inputs.collision_N))
+    probability_A = logprobs_A.exp()
+    # By rounding, or where a grammar allows few tokens, it would be below what the token itself has of it.
+    own_A = torch.maximum(1 - 2 * probability_A + (-collision_A).exp(), (1 - probability_A).square())
+    weight_A = reverse_discounted_sum(own_A.flip(0), lengths_R.flip(0), 1.0).flip(0)
+
+    place_A = torch.arange(len(rewards_A), device=rollout_A.device) - (lengths_R.cumsum(0) - lengths_R)[rollout_A]
+    group_A = actions.group_R[rollout_A]
+    _, place_A, count_P = torch.unique(group_A * lengths_R.max() + place_A, return_inverse=True, return_counts=True)
+    zeros_P = togo_A.new_zeros(len(count_P))
+    weight_P = zeros_P.index_add(0, place_A, weight_A)
+    certain_A = (weight_P == 0)[place_A]  # of certain tokens the gradient is 0, whatever is subtracted
+    weight_A, weight_P = torch.where(certain_A, 1.0, weight_A), torch.where(weight_P == 0, count_P, weight_P)
+    baseline_P = zeros_P.index_add(0, place_A, weight_A * togo_A) / weight_P
+    low_P, high_P, size_P = (
+        zeros_P.scatter_reduce(0, place_A, column_A, reduce, include_self=False)
+        for column_A, reduce in ((togo_A, "amin"), (togo_A, "amax"), (size_A, "amax"))
+    )
+    equal_P = high_P - low_P <= SAME * size_P  # false for NaN
+
+    # Ever fewer rollouts of a group have a place, so that those which one has alone are its last.
+    alone_A = (count_P == 1)[place_A]
+    last_G = place_A.new_full((int(group_A.max()) + 1,), -1)
+    last_G = last_G.scatter_reduce(0, group_A, torch.where(alone_A, -1, place_A), "amax")
+    last_A = last_G[group_A]
+    place_A = torch.where(alone_A & (last_A >= 0), last_A, place_A)
+    advantages_A = torch.where(equal_P[place_A], 0.0, togo_A - baseline_P[place_A])
+    advantages_N = actions.put(advantages_A.to(inputs.rewards_N.dtype))
+    return Advantages(advantages_N=advantages_N, returns_N=advantages_N)
