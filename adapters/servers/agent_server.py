@@ -285,8 +285,8 @@ class AgentServer:
     async def _sampled(self, asked: _Asked, pieces: "Pieces | None" = None) -> Sequence[ChatReply]:
         """Samples all replies to a request at once; if one fails, the others are given up."""
         tasks = [
-            asyncio.ensure_future(self._sample(asked, choice, self._teller(asked, pieces, choice)))
-            for choice in range(asked.call.choices)
+            asyncio.ensure_future(self._sample(asked, index, self._teller(asked, pieces, index)))
+            for index in range(len(asked.call.prompts) * asked.call.choices)
         ]
         try:
             replies = await asyncio.gather(*tasks)
@@ -294,7 +294,7 @@ class AgentServer:
             for task in tasks:
                 task.cancel()
         if self._operation is not None:
-            self._operation.count(replies, asked.scope)
+            self._operation.count(replies, asked.call.choices, asked.scope)
             if pieces is not None:  # a reply of calls alone comes in one piece, at its end
                 self._operation.count_first(asked.scope)
         return replies
@@ -311,8 +311,9 @@ class AgentServer:
 
         return tell
 
-    async def _sample(self, asked: _Asked, choice: int, on_piece: OnPiece | None) -> ChatReply:
-        request = evolve(asked.call.request, choice=choice)
+    async def _sample(self, asked: _Asked, index: int, on_piece: OnPiece | None) -> ChatReply:
+        prompt, choice = divmod(index, asked.call.choices)
+        request = evolve(asked.call.request, prompt=asked.call.prompts[prompt], choice=choice)
         if asked.session is not None and asked.unlearned:
             return await asked.session.unlearned.reply(request, on_piece)
         if asked.session is not None:

@@ -1,4 +1,4 @@
-"""OpenAI's `POST /v1/completions`: a text, or its token ids, that the model continues without a chat template.
+"""OpenAI's `POST /v1/completions`: texts, or their token ids, that the model continues without a chat template.
 
 `min_tokens`, `stop_token_ids` and `return_token_ids` are as in vLLM, so that another rollgrad may sample here; that
 names the tokens that end a reply besides `ignore_eos`, which changes nothing here.
@@ -41,6 +41,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Settings with the values that change nothing; any other is refused."""
 
 
+MOST_REPLIES = 1024
+"""Largest number of replies to all prompts of a request, each of which is sampled at the same time."""
+
+
 class CompletionsWire(Wire):
     """The `Wire` of OpenAI's completions."""
 
@@ -60,8 +64,13 @@ class CompletionsWire(Wire):
             stop_token_ids=lambda: _stop_token_ids(body),
             choices=lambda: count(body, "n", 1, MOST_CHOICES),
         )
-        choices = settings.pop("choices") or 1
-        return call_of(body, settings, prompt=_prompt(body.get("prompt")), choices=choices)
+        choices, prompts = settings.pop("choices") or 1, _prompts(body.get("prompt"))
+        if len(prompts) * choices > MOST_REPLIES:
+            raise bad(
+                f"prompt has {len(prompts)} prompts and n is {choices}, which makes {len(prompts) * choices} replies, "
+                f"but a request may have {MOST_REPLIES} at most: send several."
+            )
+        return call_of(body, settings, prompts=prompts, choices=choices)
 
     def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
         """Returns a `text_completion`."""
@@ -70,9 +79,9 @@ class CompletionsWire(Wire):
             for index, reply in enumerate(replies)
         ]
         if call.body.get("return_token_ids"):
-            for choice in choices:
-                choice["prompt_token_ids"] = list(replies[0].prompt_token_ids)
-        return {**_head(call, call_id), "choices": choices, "usage": token_usage(replies)}
+            for choice, reply in zip(choices, replies, strict=True):
+                choice["prompt_token_ids"] = list(reply.prompt_token_ids)
+        return {**_head(call, call_id), "choices": choices, "usage": token_usage(replies, call.choices)}
 
     def events(self, call: Call, call_id: str) -> EventStream:
         """Returns the stream of `text_completion` events."""
@@ -96,15 +105,15 @@ class _Chunks(CompletionChunks):
         yield from self._end(replies)
 
 
-def _prompt(given: Any) -> str | tuple[int, ...]:
-    """Returns the one prompt of a body: a text or token ids, each also as a list of one."""
-    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], str | list):
-        given = given[0]
-    if isinstance(given, str) and given:
-        return given
-    if isinstance(given, list) and given and not any(isinstance(one, str | list) for one in given):
-        return _token_ids(given, "prompt")
-    raise bad("prompt must be one text, or the token ids of one, and not empty: send a request for each prompt.")
+def _prompts(given: Any) -> list[str | tuple[int, ...]]:
+    """Returns the prompts of a body: a text or token ids, or a list of such."""
+    several = isinstance(given, list) and any(isinstance(one, str | list) for one in given)
+    prompts = []
+    for one in given if several else [given]:
+        if not isinstance(one, str | list) or not one:
+            raise bad("prompt must be a text, or the token ids of one, or a list of such, and none of them empty.")
+        prompts.append(one if isinstance(one, str) else _token_ids(one, "prompt"))
+    return prompts
 
 
 def _token_ids(given: Any, where: str) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ class OpenAIWire(Wire):
                 }
                 for index, reply in enumerate(replies)
             ],
-            "usage": token_usage(replies),
+            "usage": token_usage(replies, call.choices),
         }
         if call.body.get("return_token_ids"):
             answer["prompt_token_ids"] = list(replies[0].prompt_token_ids)
@@ -151,7 +151,7 @@ class CompletionChunks(EventStream):
 
     def _end(self, replies: Sequence[ChatReply]) -> Iterator[str]:
         if (self._call.body.get("stream_options") or {}).get("include_usage"):
-            yield _event({**self._head, "choices": [], "usage": token_usage(replies)})
+            yield _event({**self._head, "choices": [], "usage": token_usage(replies, self._call.choices)})
         yield DONE
 
 
@@ -251,12 +251,12 @@ def _finish_reason(reply: ChatReply) -> str:
     return "tool_calls" if reply.parsed.message.get("tool_calls") else "stop"
 
 
-def token_usage(replies: Sequence[ChatReply]) -> dict[str, Any]:
-    """Returns the tokens of the prompt and of all replies to it, by OpenAI's names, and those of the prompt that the
-    engine had kept, if it says so."""
-    prompt, completion = usage_of(replies)
-    kept = replies[0].generation.kept
-    details = {} if kept is None else {"prompt_tokens_details": {"cached_tokens": kept}}
+def token_usage(replies: Sequence[ChatReply], choices: int) -> dict[str, Any]:
+    """Returns the tokens of the prompts and of all replies, `choices` to each prompt in turn, by OpenAI's names, and
+    those of the prompts that the engine had kept, if it says so."""
+    prompt, completion = usage_of(replies, choices)
+    kept = [reply.generation.kept for reply in replies[::choices] if reply.generation.kept is not None]
+    details = {"prompt_tokens_details": {"cached_tokens": sum(kept)}} if kept else {}
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion, **details}
 
 

@@ -169,9 +169,9 @@ class Operation:
         except RollgradError as error:
             raise HttpError(503, str(error), code="not_reloaded") from error
 
-    def count(self, replies: Sequence[ChatReply], scope: Scope) -> None:
-        """Counts the tokens of the replies to one request, which has this scope."""
-        prompt, sampled = usage_of(replies)
+    def count(self, replies: Sequence[ChatReply], choices: int, scope: Scope) -> None:
+        """Counts the tokens of the replies to one request, `choices` to each prompt in turn, which has this scope."""
+        prompt, sampled = usage_of(replies, choices)
         self._tokens.labels("prompt").inc(prompt)
         self._tokens.labels("reply").inc(sampled)
         scope[TOKENS] = {"prompt_tokens": prompt, "reply_tokens": sampled}

@@ -190,7 +190,7 @@ def _response(call: Call, call_id: str, output: Sequence[Mapping[str, Any]], rep
     status, usage = "in_progress", None
     if reply is not None:
         status = _status(reply)
-        read_tokens, written = usage_of([reply])
+        read_tokens, written = usage_of([reply], 1)
         usage = {
             "input_tokens": read_tokens,
             "input_tokens_details": {"cached_tokens": reply.generation.kept or 0, "cache_write_tokens": 0},

@@ -35,13 +35,14 @@ Decode = Callable[[Sequence[int]], str]
 @frozen(kw_only=True, eq=False)
 class Call:
     """A decoded body. `body` is kept for settings that only the wire's answer depends on; `choices` is the number of
-    replies."""
+    replies to each of `prompts`, which stand one after the other in the request's place, None for its messages."""
 
     request: ChatRequest
     model: str
     stream: bool
     body: Mapping[str, Any]
     choices: int = 1
+    prompts: Sequence[str | tuple[int, ...] | None] = (None,)
 
 
 class Wire(Protocol):
@@ -59,7 +60,7 @@ class Wire(Protocol):
         ...
 
     def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
-        """Returns the answer to a call that does not stream, with one reply for each choice."""
+        """Returns the answer to a call that does not stream, with `choices` replies to each prompt in turn."""
         ...
 
     def events(self, call: Call, call_id: str) -> "EventStream":
@@ -114,7 +115,7 @@ def call_of(
     messages: Sequence[Message] = (),
     tools: Sequence[Mapping[str, Any]] = (),
     form: ReplyForm | None = None,
-    prompt: str | tuple[int, ...] | None = None,
+    prompts: Sequence[str | tuple[int, ...] | None] = (None,),
     choices: int = 1,
 ) -> Call:
     """Returns the call of a body with parsed parts. `settings` are fields of `SamplingParams`; None keeps the default.
@@ -124,11 +125,12 @@ def call_of(
     """
     changes = {name: value for name, value in settings.items() if value is not None}
     return Call(
-        request=ChatRequest(messages=messages, tools=tools, changes=changes, form=form, prompt=prompt),
+        request=ChatRequest(messages=messages, tools=tools, changes=changes, form=form, prompt=prompts[0]),
         model=read(body, "model", str, ""),
         stream=read(body, "stream", bool, False),
         body=body,
         choices=choices,
+        prompts=prompts,
     )
 
 
@@ -328,9 +330,11 @@ def named_event(kind: str, **fields: Any) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields}, ensure_ascii=False)}\n\n"
 
 
-def usage_of(replies: Sequence[ChatReply]) -> tuple[int, int]:
-    """Returns the tokens of the prompt and of all replies to it, calls of the server's own tools included."""
-    read = len(replies[0].prompt_token_ids) + sum(reply.earlier[0] for reply in replies)
+def usage_of(replies: Sequence[ChatReply], choices: int) -> tuple[int, int]:
+    """Returns the tokens of the prompts and of all replies, `choices` to each prompt in turn, calls of the server's own
+    tools included."""
+    prompts = sum(len(reply.prompt_token_ids) for reply in replies[::choices])
+    read = prompts + sum(reply.earlier[0] for reply in replies)
     return read, sum(reply.sampled for reply in replies)
 
 

@@ -332,6 +332,32 @@ def test_the_sdks_see_that_a_stream_has_failed(play: Play) -> None:
     play(scenario, lambda prompt: "a reply that is never whole", recorded=False, stateless=True)
 
 
+def test_a_list_of_prompts_has_choices_of_each_in_turn(play: Play) -> None:
+    async def scenario(served: Served, engine: ScriptedEngine) -> None:
+        completions = client(served, base_url=f"{served.url}/v1").completions
+        asked: Any = {"model": MODEL, "prompt": ["one", "three four"], "n": 2}
+        told = await completions.create(**asked, extra_body={"return_token_ids": True})
+        assert [choice.index for choice in told.choices] == [0, 1, 2, 3]
+        assert [choice.text for choice in told.choices] == ["ONE", "ONE", "THREE FOUR", "THREE FOUR"]
+        prompts = [choice.model_dump()["prompt_token_ids"] for choice in told.choices]
+        assert prompts[0] == prompts[1]
+        assert prompts[2] == prompts[3] != prompts[0]
+        sampled = [choice.model_dump()["token_ids"] for choice in told.choices]
+        assert told.usage is not None
+        assert told.usage.prompt_tokens == len(prompts[0]) + len(prompts[2])
+        assert told.usage.completion_tokens == sum(map(len, sampled))
+        stream = await completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        texts, usage = ["", "", "", ""], None
+        async for chunk in stream:
+            usage = chunk.usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert texts == [choice.text for choice in told.choices]
+        assert usage == told.usage
+
+    play(scenario, lambda prompt: prompt.strip().upper(), recorded=False, stateless=True)
+
+
 def test_max_tokens_only_lowers(play: Play) -> None:
     async def scenario(served: Served, engine: ScriptedEngine) -> None:
         chat = client(served).chat.completions

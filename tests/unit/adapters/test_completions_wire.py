@@ -19,8 +19,11 @@ WIRE = CompletionsWire()
     [
         ({"stop_token_ids": list(range(MAX_STOPS + 1))}, "stop_token_ids has 65 ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids must be token ids"),
-        ({"prompt": []}, "prompt must be one text"),
-        ({"prompt": ["a", "b"]}, "send a request for each prompt"),
+        ({"prompt": []}, "prompt must be a text"),
+        ({"prompt": ["a", ""]}, "none of them empty"),
+        ({"prompt": ["a", 1]}, "prompt must be a text"),
+        ({"prompt": [[1], [-1]]}, "prompt must be token ids"),
+        ({"prompt": ["a"] * 9, "n": 128}, "9 prompts and n is 128, which makes 1152 replies"),
         ({"echo": True}, "echo is true"),
         ({"response_format": {"type": "json_object"}}, "response_format is"),
         ({"min_p": 0.1}, "min_p is 0.1"),
@@ -29,6 +32,21 @@ WIRE = CompletionsWire()
 def test_what_cannot_be_done_is_refused_by_name(more: dict[str, Any], named: str) -> None:
     with pytest.raises(HttpError, match=named):
         WIRE.decode({"prompt": "a", **more})
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a"], ["a"]),
+        ([1, 2], [(1, 2)]),
+        ([[1, 2]], [(1, 2)]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [(1,), (2, 3)]),
+    ],
+)
+def test_prompts_are_texts_or_token_ids_or_lists_of_them(given: Any, prompts: list[Any]) -> None:
+    assert list(WIRE.decode({"prompt": given}).prompts) == prompts
 
 
 def test_of_tokens_with_one_text_the_likeliest_is_told() -> None:
