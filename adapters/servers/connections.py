@@ -18,6 +18,9 @@ HEADER_BYTES = 32 * 2**10
 too."""
 HEADER_SECONDS = 20.0
 """Longest time from the connection, or a header's first byte, to the header's end."""
+IDLE_SECONDS = 75
+"""Seconds that a connection waits for the next request: more than proxies and clients keep theirs (nginx and balancers
+60 s, httpx 5 s), for a request that meets the closing of its connection is lost."""
 BODY_SECONDS = 120.0
 """Longest time from a header's end to the body's: 16 MB at a slow line's 140 KB/s."""
 UNREAD_SECONDS = 120.0
@@ -72,7 +75,9 @@ class BoundedProtocol(H11Protocol):
         self._unwatch()
 
     def _watch(self) -> None:
-        state = self.conn.their_state
+        state: Any = self.conn.their_state
+        if state is h11.IDLE and self.cycle is not None and not self.conn.trailing_data[0]:
+            state = None  # between two requests, where uvicorn closes the connection after IDLE_SECONDS
         if state is self.waits_for and self.deadline is not None:
             return
         self._unwatch()

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from rollgrad.adapters.servers.connections import HEADER_BYTES, BoundedProtocol
+from rollgrad.adapters.servers.connections import HEADER_BYTES, IDLE_SECONDS, BoundedProtocol
 from rollgrad.adapters.servers.guard import (
     HEALTH_PATH,
     MAX_BODY_BYTES,
@@ -195,6 +195,7 @@ class Server:
             uvicorn.Config(
                 Guard(app, host=host, token=token, max_body=max_body, guarded=guarded),
                 http=BoundedProtocol,
+                timeout_keep_alive=IDLE_SECONDS,
                 h11_max_incomplete_event_size=HEADER_BYTES,
                 ssl_certfile=None if tls is None else str(tls.certfile),
                 ssl_keyfile=None if tls is None else str(tls.keyfile),

@@ -85,6 +85,26 @@ async def test_slow_clients_are_hung_up_on(sent: bytes, monkeypatch: pytest.Monk
     await server.stop()
 
 
+async def test_a_connection_waits_for_its_next_request_and_no_longer_for_the_rest_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.3)
+    assert connections.IDLE_SECONDS > 60  # as long as proxies keep a connection that they may use at any time
+
+    server = plain_server()
+    url = await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    for _ in range(2):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200" in await asyncio.wait_for(reader.readuntil(b"}"), WAIT_SECONDS)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 3 * connections.HEADER_SECONDS)
+    writer.write(b"GET /health HT")
+    await ends(reader)
+    writer.close()
+    await server.stop()
+
+
 async def test_a_client_that_reads_nothing_of_its_stream_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.5)
     ended = asyncio.Event()
