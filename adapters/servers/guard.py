@@ -211,6 +211,14 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy may take the other one for the body's end, and a part of the body for somebody else's request.
+            raise HttpError(
+                400,
+                "The request has Transfer-Encoding and Content-Length, which name two ends of its body: send one.",
+                code="invalid_request",
+                headers={"Connection": "close"},
+            )
         if self._hosts is not None:
             if _without_port(headers.get("host", "")) not in self._hosts:
                 raise HttpError(421, "This server answers to localhost only: ask http://127.0.0.1.", code="wrong_host")

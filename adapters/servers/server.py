@@ -65,7 +65,10 @@ def create_app(routes: Sequence[BaseRoute]) -> Starlette:
     def defect(request: Request, error: Exception) -> Response:
         return error_response(internal_error())  # Starlette raises it again, and the guard logs it
 
-    return Starlette(routes=routes, exception_handlers={HTTPException: refused, Exception: defect})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: refused, Exception: defect})
+    # Behind a proxy a redirect, made of the request's Host, would send the client with its request to its own machine.
+    app.router.redirect_slashes = False
+    return app
 
 
 def health_route(facts: Callable[[], Mapping[str, Any]]) -> Route:

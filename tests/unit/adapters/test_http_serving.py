@@ -190,6 +190,28 @@ async def test_a_body_that_grows_too_large_is_a_413() -> None:
     assert refusal(response)["code"] == "request_too_large"
 
 
+async def test_a_body_with_two_ends_is_refused_and_what_follows_is_no_request() -> None:
+    async def scenario(client: httpx2.AsyncClient) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        ends = b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n"
+        hidden = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        writer.write(b"POST /echo HTTP/1.1\r\nHost: localhost\r\n" + ends + hidden)
+        told = await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+        return told
+
+    told = await ask(scenario)
+    assert told.startswith(b"HTTP/1.1 400 ")
+    assert b"two ends" in told
+    assert told.count(b"HTTP/1.1") == 1
+
+
+async def test_a_path_with_another_slash_is_not_sent_to_the_host_that_a_proxy_names() -> None:
+    answer = await ask(lambda client: client.post("/echo/", json={}, headers={"Host": "127.0.0.1"}))
+    assert answer.status_code == 404
+    assert "POST /echo/ is not served here" in refusal(answer)["message"]
+
+
 async def test_the_token_is_asked_for_everywhere_but_at_health() -> None:
     async def scenario(client: httpx2.AsyncClient) -> list[int]:
         headers: list[dict[str, str]] = [
