@@ -12,6 +12,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -117,6 +118,7 @@ class AgentServer:
         self._template_reads = codec.reads
         self._unread = UnreadFields()
         self._model = model
+        self._created = datetime.now(UTC).replace(microsecond=0)
         self._answer = answer
         self._operation = operation
         self._responses = KeptResponses(most=KEPT_RESPONSES, characters=KEPT_CHARACTERS, seconds=KEPT_SECONDS)
@@ -190,9 +192,10 @@ class AgentServer:
 
     def _described(self) -> dict[str, Any]:
         """Returns what OpenAI's and Anthropic's servers say of a model."""
-        openai = {"object": "model", "created": 0, "owned_by": "rollgrad", "max_model_len": self._service.max_tokens}
-        anthropic = {"type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z"}
-        return {"id": self._model, **openai, **anthropic}
+        created = self._created  # when it began to be served
+        openai = {"object": "model", "created": int(created.timestamp()), "owned_by": "rollgrad"}
+        anthropic = {"type": "model", "display_name": self._model, "created_at": f"{created:%Y-%m-%dT%H:%M:%SZ}"}
+        return {"id": self._model, **openai, "max_model_len": self._service.max_tokens, **anthropic}
 
     async def _read_call(self, wire: Wire, request: Request) -> _Asked:
         session = self._session(request)

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,8 @@ def test_synchronous_clients(play: Play) -> None:
         import anthropic
         import openai
 
+        begun = int(time.time()) - 600  # the server's tests last for seconds
+
         def in_thread() -> list[str]:
             with openai.OpenAI(base_url=served.base, api_key="none") as one:
                 first = one.chat.completions.create(model=MODEL, messages=GO)
@@ -268,6 +271,7 @@ def test_synchronous_clients(play: Play) -> None:
                 chunks = list(one.chat.completions.create(model=MODEL, messages=messages, stream=True))
                 second = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
                 models = [model.id for model in one.models.list()]
+                times = {model.created for model in one.models.list()}
                 assert one.models.retrieve(MODEL).id == MODEL
                 with pytest.raises(openai.NotFoundError, match="There is no such model here"):
                     one.models.retrieve("another")
@@ -276,7 +280,10 @@ def test_synchronous_clients(play: Play) -> None:
                 system, *rest = messages
                 third = two.messages.create(model=MODEL, max_tokens=50, system=system["content"], messages=rest)
                 models += [model.id for model in two.models.list()]
+                times |= {int(model.created_at.timestamp()) for model in two.models.list()}
                 assert two.models.retrieve(MODEL).display_name == MODEL
+            (created,) = times  # one time on both wires
+            assert begun <= created <= time.time()
             return [first.choices[0].message.content or "", second, third.content[0].text, *models]  # type: ignore[union-attr]
 
         assert await asyncio.to_thread(in_thread) == ["seven", "yes", "really", MODEL, MODEL]
