@@ -88,8 +88,14 @@ async def read_json(request: Request) -> dict[str, Any]:
 
     Raises:
         HttpError: 400, the body is no JSON object, nests deeper than MAX_JSON_DEPTH, or holds a number or text that
-            cannot be passed on (NaN, half a surrogate pair); 413, it is too large.
+            cannot be passed on (NaN, half a surrogate pair); 413, it is too large; 415, it is compressed: a few
+            bytes may stand for gigabytes.
     """
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise HttpError(
+            415, f"The body has Content-Encoding {encoding[:60]}, but must be plain JSON.", code="invalid_encoding"
+        )
     body = await request.body()
     try:
         value = json.loads(body.decode(), parse_constant=_refuse_constant)

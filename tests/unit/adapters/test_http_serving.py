@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -149,6 +150,13 @@ async def test_what_is_no_json_object_is_a_400(body: bytes, message: str) -> Non
     error = refusal(response)
     assert message in error["message"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_json")
+
+
+async def test_a_compressed_body_is_refused_by_name() -> None:
+    response = await post(gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"})
+    assert response.status_code == 415
+    assert "Content-Encoding gzip" in refusal(response)["message"]
+    assert (await post(b"{}", headers={"Content-Encoding": "identity"})).status_code == 200
 
 
 async def test_the_deepest_and_the_widest_body_allowed() -> None:
