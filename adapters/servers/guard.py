@@ -23,6 +23,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollgrad.adapters.servers.connections import HEADER_BYTES
+
 MAX_BODY_BYTES = 16 * 2**20
 """Largest request body by default: some four million tokens of text."""
 MAX_JSON_DEPTH = 64
@@ -47,6 +49,9 @@ REQUEST_ID = "rollgrad.request_id"
 """Key of an ASGI scope with the id of a request: the client's own `x-request-id`, or one made here."""
 ID_HEADERS = ("x-request-id", "request-id")
 """Headers of an answer with that id, as the SDKs of OpenAI and of Anthropic read it."""
+
+CLOSE = {"Connection": "close"}
+"""Header of an answer after which nothing is read of its connection."""
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """Ids of clients that are taken: they are written into the log."""
@@ -217,13 +222,18 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        size = len(scope["path"]) + len(scope["query_string"]) + sum(len(name) + len(it) for name, it in headers.raw)
+        if size > HEADER_BYTES:  # it came at once: one that comes in parts is not read to its end
+            raise HttpError(
+                431, f"The header is larger than {HEADER_BYTES} bytes.", code="header_too_large", headers=CLOSE
+            )
         if "transfer-encoding" in headers and "content-length" in headers:
             # A proxy may take the other one for the body's end, and a part of the body for somebody else's request.
             raise HttpError(
                 400,
                 "The request has Transfer-Encoding and Content-Length, which name two ends of its body: send one.",
                 code="invalid_request",
-                headers={"Connection": "close"},
+                headers=CLOSE,
             )
         if self._hosts is not None:
             if _without_port(headers.get("host", "")) not in self._hosts:

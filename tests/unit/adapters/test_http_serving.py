@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rollgrad.adapters.servers import server as server_module
+from rollgrad.adapters.servers.connections import HEADER_BYTES
 from rollgrad.adapters.servers.guard import MAX_JSON_DEPTH, HttpError, is_loopback, read_json
 from rollgrad.adapters.servers.server import (
     TOKEN_VARIABLE,
@@ -212,6 +213,17 @@ async def test_a_body_with_two_ends_is_refused_and_what_follows_is_no_request() 
     assert told.startswith(b"HTTP/1.1 400 ")
     assert b"two ends" in told
     assert told.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "header"),
+    [("/health", "x" * HEADER_BYTES), ("/health?" + "x" * HEADER_BYTES, "x")],
+    ids=["header", "path"],
+)
+async def test_a_header_that_comes_whole_and_is_too_large_is_a_431(path: str, header: str) -> None:
+    response = await ask(lambda client: client.get(path, headers={"X-Long": header}))
+    assert response.status_code == 431
+    assert refusal(response)["code"] == "header_too_large"
 
 
 async def test_a_path_with_another_slash_is_not_sent_to_the_host_that_a_proxy_names() -> None:
