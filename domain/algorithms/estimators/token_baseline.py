@@ -56,6 +56,9 @@ def optimal_token_baseline(inputs: EstimatorInput, params: EstimatorParams) -> A
     last_G = last_G.scatter_reduce(0, group_A, torch.where(alone_A, -1, place_A), "amax")
     last_A = last_G[group_A]
     place_A = torch.where(alone_A & (last_A >= 0), last_A, place_A)
-    advantages_A = torch.where(equal_P[place_A], 0.0, togo_A - baseline_P[place_A])
+    raised_A = togo_A - baseline_P[place_A]
+    # What is still to come after the last place that is compared may differ from what was equal there.
+    nothing_A = equal_P[place_A] & (raised_A.abs() <= SAME * torch.maximum(size_A, size_P[place_A]))
+    advantages_A = torch.where(nothing_A, 0.0, raised_A)
     advantages_N = actions.put(advantages_A.to(inputs.rewards_N.dtype))
     return Advantages(advantages_N=advantages_N, returns_N=advantages_N)

@@ -413,6 +413,17 @@ def test_hand_computed_groups(name: str, wanted: list[float]) -> None:
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float32), rtol=1e-6, atol=1e-6)
 
 
+def test_a_token_that_one_rollout_alone_has_takes_the_last_baseline_before_it() -> None:
+    """It does so even if rewards to go were equal there."""
+    batch = [
+        Sequence(0, 0, [0.0], [0.0], [0.0], [True]),
+        Sequence(0, 1, [-1.0, 0.0, 1.0], [0.0] * 3, [0.0] * 3, [True, False, True]),
+    ]
+    assert raw("optimal_token_baseline", batch).tolist() == [0.0, 0.0, 0.0, 1.0]
+    raised = [attrs.evolve(s, rewards=[*s.rewards[:-1], s.rewards[-1] + 1e3]) for s in batch]
+    assert raw("optimal_token_baseline", raised).tolist() == pytest.approx([0.0, 0.0, 0.0, 1.0], abs=1e-9)
+
+
 def test_opo_weighs_by_length() -> None:
     batch = [
         Sequence(0, 0, [1.0], [0.0], [0.0], [True]),
