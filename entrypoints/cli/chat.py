@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rollgrad.entrypoints.composition.assistant import LoadedAssistant
 
 HELP = (
-    "Type a message and Enter. /image PATH shows an image with the next message, /new starts over, /exit (or Ctrl-D) "
-    "leaves; Ctrl-C stops a reply."
+    "Type a message and Enter. /image PATH shows an image with the next message, /new starts over, /help shows this, "
+    "/exit (or Ctrl-D) leaves; Ctrl-C stops a reply."
 )
 SHOW = "/image"
 """First word of a line that names an image, in a message or before it."""
@@ -84,6 +84,8 @@ def chat(arguments: ChatArguments) -> None:
                 if line == "/new":
                     runner.run(talk.close())
                     talk.restart()
+                elif terminal and line == "/help":
+                    sys.stderr.write(f"{HELP}\n")
                 elif line:
                     talk.take(runner, line, interruptible=terminal)
             if not terminal:

@@ -377,6 +377,27 @@ def test_a_terminal_takes_no_commands_from_a_model(
     assert shown.getvalue() == f"{expected}\n"
 
 
+@pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
+def test_who_types_help_is_told_and_a_line_of_a_file_is_a_message(
+    tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    class Typed(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    async def aclose() -> None:
+        pass
+
+    assistant, _ = scripted(tiny_tokenizer, "Hello.<|im_end|>")
+    loaded = SimpleNamespace(assistant=assistant, name="it", aclose=aclose)
+    monkeypatch.setattr("rollgrad.entrypoints.composition.assistant.load_assistant", lambda arguments: loaded)
+    monkeypatch.setattr("sys.stdin", Typed("/help\n"))
+    assert main(["chat", "--model", "it"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("/new starts over") == (2 if terminal else 0)
+    assert ("Hello." in printed.out) is not terminal
+
+
 def test_images_that_are_refused_are_not_shown_with_the_next_message(
     tiny_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
