@@ -5,7 +5,8 @@ Importable without torch.
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,6 @@ from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.domain.errors import START_AGAIN, LostProcessError
 from rollgrad.entrypoints.run_directory import has_state, output_problem
-from rollgrad.entrypoints.run_record import starting_again
 
 Run = TypeVar("Run", RLConfig, OfflineRun)
 Result = TypeVar("Result")
@@ -34,11 +34,12 @@ def until_finished(run: Run, train: Callable[[Run], Result]) -> Result:
     Raises:
         LostProcessError: no start is left, or none may continue what is in `ckpt.output_dir`.
     """
-    spent, restarting = 0, None
+    spent = 0
+    begun: Callable[[], AbstractContextManager[None]] = nullcontext
     while True:
         started = time.monotonic()
         try:
-            with nullcontext() if restarting is None else starting_again(Path(run.ckpt.output_dir), restarting):
+            with begun():
                 return train(run)
         except LostProcessError as error:
             if time.monotonic() - started >= LONG_LIFE:
@@ -50,8 +51,12 @@ def until_finished(run: Run, train: Callable[[Run], Result]) -> Result:
             run = evolve(run, ckpt=again)
             import structlog
 
+            from rollgrad.entrypoints.run_record import starting_again  # which logs, as help does not
+
             reason, most = str(error).removesuffix(START_AGAIN), run.cluster.max_restarts
-            restarting = f"starts again, {spent} of {most} times: {reason}"
+            begun = partial(
+                starting_again, Path(run.ckpt.output_dir), f"starts again, {spent} of {most} times: {reason}"
+            )
             structlog.get_logger(__name__).warning(
                 "a process is lost, so that the run starts again from its last training state",
                 start=spent,

@@ -47,9 +47,10 @@ OPENRLHF_FILES = re.compile(r"openrlhf|translation|trl|migration\.md|redaction\.
 PLACEHOLDERS = {"flag", "name", "section.flag", "section.no_flag", "SECTION.SETTING"}
 
 FOREIGN = {
-    *("address", "head", "block", "exclude", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"),  # Ray, Slurm
+    *("address", "head", "block", "filter", "temp-dir"),  # Ray
+    *("exclude", "exclusive", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node"),  # Slurm
     *("cpus-per-task", "job-name", "time", "signal", "batch", "runtime-env-json"),
-    *("shm-size", "ipc", "cap-add", "security-opt"),  # Docker
+    *("shm-size", "ipc", "cap-add", "security-opt", "pid"),  # Docker, py-spy
     *("no-deps", "constraint", "index-url", "module", "num_gpus", "config_file"),  # pip, deepspeed, accelerate
     *(
         "enable-scale-out",
