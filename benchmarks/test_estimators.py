@@ -41,6 +41,8 @@ def test_estimator(benchmark: Any, lengths_S: Tensor, name: str) -> None:
         reward_parts_SK=torch.randn(len(lengths_S), 2),
         part_weights_K=torch.ones(2),
         state_ids_N=torch.zeros(total, dtype=torch.int64),
+        logprobs_N=-torch.rand(total),
+        collision_N=torch.rand(total),
     )
     params = EstimatorParams(gamma=0.99, lambd=DISCOUNT)
     measure(benchmark, lambda: ESTIMATORS[name](inputs, params), total)
