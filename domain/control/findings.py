@@ -120,7 +120,7 @@ class LearningWatch:
         if self._updates and self._updates_without_gradient == self._updates:
             count = "the only update" if self._updates == 1 else f"all {self._updates} updates"
             lines.insert(0, f"Nothing was learned: the gradient was 0 in {count}.")
-        elif any(f.name == "constant_reward" and (f.since, f.until) == (1, self.run.steps) for f in self.findings()):
+        elif (alike := self._streaks.get("constant_reward")) and alike.finding and alike.seen == self.run.steps:
             lines.insert(0, "Nothing was learned from the reward: every reply of the run had the same.")
         return tuple(lines)
 

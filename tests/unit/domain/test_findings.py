@@ -276,6 +276,9 @@ def test_the_summary_says_whether_anything_was_learned() -> None:
     assert state.summary()[1].startswith("steps 1 to 4: The reward was 0 for every reply")
     state, _ = watch(*[SIGNS["constant_reward"] | {"policy/grad_norm": 0.2}] * 4, steps=4, compared_in_groups=False)
     assert state.summary()[0].startswith("Nothing was learned from the reward")
+    constant = SIGNS["constant_reward"] | {"policy/grad_norm": 0.2}
+    state, _ = watch(*[constant] * 3, {}, constant, steps=5, compared_in_groups=False)
+    assert [line[:15] for line in state.summary()] == ["steps 1 to 5: T"]  # a rollout had several rewards
     state, _ = watch({}, *[SIGNS["constant_reward"]] * 3, steps=4)
     assert [line[:15] for line in state.summary()] == ["steps 2 to 4: T"]
 
