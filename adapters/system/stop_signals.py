@@ -75,13 +75,25 @@ def deaf() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
-    numbers = [number for number in (*STOPS, *WARNINGS) if number != signal.SIGINT]
-    before = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
+    before = {number: handler for number, handler in _heeded().items() if number != signal.SIGINT}
+    for number in before:
+        signal.signal(number, lambda number, frame: None)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _heeded() -> dict[int, Any]:
+    """Returns the signals that a run heeds, with their handlers now: none that is ignored (nohup), nor a warning for
+    which the program has a handler of its own."""
+    before = {number: signal.getsignal(number) for number in (*STOPS, *WARNINGS)}
+    return {
+        number: handler
+        for number, handler in before.items()
+        if (handler is signal.SIG_DFL if number in WARNINGS else handler is not signal.SIG_IGN)
+    }
 
 
 @contextmanager
@@ -91,12 +103,7 @@ def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], says
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield received
         return
-    before = {number: signal.getsignal(number) for number in (*STOPS, *WARNINGS)}
-    heeded = {
-        number: handler
-        for number, handler in before.items()
-        if (handler is signal.SIG_DFL if number in WARNINGS else handler is not signal.SIG_IGN)
-    }
+    heeded = _heeded()
     main, over, sending, breaks_off = threading.get_ident(), threading.Event(), threading.Lock(), threading.Event()
     ctrl_c = 0
 

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from rollgrad.adapters.system import stop_signals
-from rollgrad.adapters.system.stop_signals import heeding_signals
+from rollgrad.adapters.system.stop_signals import deaf, heeding_signals
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ForeignError
 
@@ -139,6 +139,9 @@ def test_a_program_s_own_handler_of_a_warning_stays(logs: list[Any]) -> None:
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:
         assert asyncio.run(heeding_signals(work())) == ("saved", signal.SIGUSR2)
+        with deaf():
+            for number in (signal.SIGUSR1, signal.SIGUSR2):
+                os.kill(os.getpid(), number)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert heard == [signal.SIGUSR1]
+    assert heard == [signal.SIGUSR1, signal.SIGUSR1]
