@@ -165,7 +165,7 @@ def configured(folder: str, settings: dict[str, Any]) -> Any:
 
 def lone(folder: str) -> tuple[Any, Any]:
     """The actor of a run of one process."""
-    from rollgrad.entrypoints.composition.rl import rl_container
+    from rollgrad.entrypoints.composition.rl.container import rl_container
 
     made = rl_container(configured(folder, {}))
     made.total_steps.override(providers.Object(FEW))
@@ -175,7 +175,7 @@ def lone(folder: str) -> tuple[Any, Any]:
 def several(folder: str, count: int, settings: dict[str, Any]) -> tuple[Any, Any]:
     """The actor of a run in processes of Ray."""
     from rollgrad.entrypoints.composition.cluster import Cluster, Role
-    from rollgrad.entrypoints.composition.rl import rl_container
+    from rollgrad.entrypoints.composition.rl.container import rl_container
 
     run = configured(folder, {**settings, "cluster.enable": True, "actor.num_gpus_per_node": count})
     made = Cluster(run, {"actor": Role(count, count)}, [])

@@ -20,7 +20,7 @@ import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from rollgrad.entrypoints.composition.training_server import TrainingServer
+from rollgrad.entrypoints.composition.rl.training_server import TrainingServer
 from rollgrad.testing.chat_codec import EOS, FakeChatCodec
 from tests.fakes.scripted_engine import ScriptedEngine
 

@@ -13,9 +13,9 @@ from benchmarks.machine import OtherProcesses
 from benchmarks.results import keep
 
 PRELOADED = (
-    "rollgrad.entrypoints.composition.dpo",
-    "rollgrad.entrypoints.composition.rl",
-    "rollgrad.entrypoints.composition.sft",
+    "rollgrad.entrypoints.composition.offline.dpo",
+    "rollgrad.entrypoints.composition.rl.container",
+    "rollgrad.entrypoints.composition.offline.sft",
     "trl.trainer.dpo_trainer",
     "trl.trainer.grpo_trainer",
     "trl.trainer.sft_trainer",

@@ -121,7 +121,7 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
     from rollgrad.application.settings.run import RLConfig
     from rollgrad.application.settings.sections.actor import DType
     from rollgrad.domain.episodes.generation import SamplingParams
-    from rollgrad.entrypoints.composition.rl import rl_container
+    from rollgrad.entrypoints.composition.rl.container import rl_container
 
     turns = Turns(pipe)
 

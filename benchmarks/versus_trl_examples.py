@@ -97,8 +97,8 @@ def rollgrad_contender(work: Examples, pipe: Connection) -> None:
     from rollgrad.application.settings.dpo import DPORun
     from rollgrad.application.settings.sections.actor import DType
     from rollgrad.application.settings.sft import SFTRun
-    from rollgrad.entrypoints.composition.dpo import dpo_container
-    from rollgrad.entrypoints.composition.sft import sft_container
+    from rollgrad.entrypoints.composition.offline.dpo import dpo_container
+    from rollgrad.entrypoints.composition.offline.sft import sft_container
 
     turns = Turns(pipe)
 

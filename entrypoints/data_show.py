@@ -12,7 +12,12 @@ from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.sections.examples import LabelDataConfig, PairDataConfig
 from rollgrad.entrypoints.composition.chat import make_codec, make_image_renderer, make_tokenizer
-from rollgrad.entrypoints.composition.examples import Preparation, make_eval_examples, make_examples, note_repeated
+from rollgrad.entrypoints.composition.offline.preparation import (
+    Preparation,
+    make_eval_examples,
+    make_examples,
+    note_repeated,
+)
 
 TRAINED, CONTEXT = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"

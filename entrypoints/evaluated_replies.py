@@ -22,7 +22,7 @@ from rollgrad.application.settings.rules.resume import may_differ
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.entrypoints.composition.outputs import make_reply_log
-from rollgrad.entrypoints.composition.rl import RLContainer
+from rollgrad.entrypoints.composition.rl.container import RLContainer
 from rollgrad.entrypoints.description import code_fingerprint, flat_settings, reward_fingerprint
 
 PLAYED = (

@@ -18,16 +18,16 @@ from rollgrad.application.settings.prm import PRMRun
 from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError, RollgradError
-from rollgrad.entrypoints.composition.examples import make_budget, make_total_steps
-from rollgrad.entrypoints.composition.kd import check_teacher, datasources_of
-from rollgrad.entrypoints.composition.kd_spans import check_spans
-from rollgrad.entrypoints.composition.kto import check_labels, make_labels
+from rollgrad.entrypoints.composition.offline.kd import check_teacher, datasources_of
+from rollgrad.entrypoints.composition.offline.kd_spans import check_spans
+from rollgrad.entrypoints.composition.offline.kto import check_labels, make_labels
+from rollgrad.entrypoints.composition.offline.preparation import make_budget, make_total_steps
+from rollgrad.entrypoints.composition.offline.reference import check_reference
+from rollgrad.entrypoints.composition.offline.rm import make_compared
 from rollgrad.entrypoints.composition.outputs import load_on_step, load_trackers
 from rollgrad.entrypoints.composition.own_optimizer import check_own_optimizers
 from rollgrad.entrypoints.composition.packages import check_packages
-from rollgrad.entrypoints.composition.prm import reward_token_ids
-from rollgrad.entrypoints.composition.reference import check_reference
-from rollgrad.entrypoints.composition.rm import make_compared
+from rollgrad.entrypoints.composition.vocabulary import reward_token_ids
 from rollgrad.entrypoints.data_show import prepared_rows, show_examples, show_held_out
 from rollgrad.entrypoints.dry_run import example_file_problems
 from rollgrad.entrypoints.example_plan import show_example_plan

@@ -15,12 +15,12 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import RollgradError, raise_together
 from rollgrad.entrypoints.composition.adapters import check_adapters
-from rollgrad.entrypoints.composition.data import note_repeated_prompts
 from rollgrad.entrypoints.composition.engines import engine_kind
-from rollgrad.entrypoints.composition.executors import executor_kind
 from rollgrad.entrypoints.composition.packages import check_packages
-from rollgrad.entrypoints.composition.rewards import check_reward_model, named_rewards, reward_kinds
-from rollgrad.entrypoints.composition.rl import RLContainer
+from rollgrad.entrypoints.composition.rl.container import RLContainer
+from rollgrad.entrypoints.composition.rl.data import note_repeated_prompts
+from rollgrad.entrypoints.composition.rl.executors import executor_kind
+from rollgrad.entrypoints.composition.rl.rewards import check_reward_model, named_rewards, reward_kinds
 
 TRAINING = ("prompts", "eval_prompts")
 """Providers of the prompts of a training run."""

@@ -17,7 +17,7 @@ from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.rewards import FailureKind, Reward, RewardRequest, RolloutFailure
 from rollgrad.domain.errors import DataError, RewardError
-from rollgrad.entrypoints.composition.rl import RLContainer
+from rollgrad.entrypoints.composition.rl.container import RLContainer
 
 Made = tuple[Row, RolloutFailure | None]
 """Row of a reply, and why it failed; None if it did not."""

@@ -18,13 +18,13 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.entrypoints.composition.brought import check_brought, check_environment, is_rows
 from rollgrad.entrypoints.composition.cluster import keep_roles
-from rollgrad.entrypoints.composition.data import make_eval_rows, make_row_source
-from rollgrad.entrypoints.composition.executors import has_turns
-from rollgrad.entrypoints.composition.extensions import load_extension
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import closing, give, given, gives_memory_back, shut_down
-from rollgrad.entrypoints.composition.rewards import Brought, brought_reward
-from rollgrad.entrypoints.composition.rl import RLContainer, rl_container
+from rollgrad.entrypoints.composition.rl.container import RLContainer, rl_container
+from rollgrad.entrypoints.composition.rl.data import make_eval_rows, make_row_source
+from rollgrad.entrypoints.composition.rl.executors import has_turns
+from rollgrad.entrypoints.composition.rl.extensions import load_extension
+from rollgrad.entrypoints.composition.rl.rewards import Brought, brought_reward
 from rollgrad.entrypoints.config_io import load_config as load_config
 from rollgrad.entrypoints.evaluated_replies import evaluated_replies
 from rollgrad.entrypoints.inputs import check_inputs

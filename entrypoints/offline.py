@@ -19,15 +19,15 @@ from rollgrad.application.settings.spelling import canonical_choices
 from rollgrad.domain.errors import CheckpointError, RollgradError, raise_together
 from rollgrad.entrypoints.composition.adapters import check_adapters
 from rollgrad.entrypoints.composition.base import BaseContainer
-from rollgrad.entrypoints.composition.dpo import dpo_container
-from rollgrad.entrypoints.composition.examples import note_repeated
-from rollgrad.entrypoints.composition.kd import kd_container
-from rollgrad.entrypoints.composition.kto import kto_container
 from rollgrad.entrypoints.composition.lifetimes import give, gives_memory_back
+from rollgrad.entrypoints.composition.offline.dpo import dpo_container
+from rollgrad.entrypoints.composition.offline.kd import kd_container
+from rollgrad.entrypoints.composition.offline.kto import kto_container
+from rollgrad.entrypoints.composition.offline.preparation import note_repeated
+from rollgrad.entrypoints.composition.offline.prm import prm_container
+from rollgrad.entrypoints.composition.offline.rm import rm_container
+from rollgrad.entrypoints.composition.offline.sft import sft_container
 from rollgrad.entrypoints.composition.packages import check_packages
-from rollgrad.entrypoints.composition.prm import prm_container
-from rollgrad.entrypoints.composition.rm import rm_container
-from rollgrad.entrypoints.composition.sft import sft_container
 from rollgrad.entrypoints.data_show import show_report
 from rollgrad.entrypoints.run_directory import alone, check_output
 from rollgrad.entrypoints.training import TrainResult, from_anywhere, train_in

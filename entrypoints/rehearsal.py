@@ -25,11 +25,11 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError
 from rollgrad.domain.ports.chat_codec import RenderedPrompt
 from rollgrad.domain.ports.environment import tool_schema
-from rollgrad.entrypoints.composition.data import longest_told, note_repeated_prompts
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
-from rollgrad.entrypoints.composition.rewards import check_reward_model, named_rewards, reward_kinds
-from rollgrad.entrypoints.composition.rl import rl_container
+from rollgrad.entrypoints.composition.rl.container import rl_container
+from rollgrad.entrypoints.composition.rl.data import longest_told, note_repeated_prompts
+from rollgrad.entrypoints.composition.rl.rewards import check_reward_model, named_rewards, reward_kinds
 from rollgrad.entrypoints.description import check_continues
 from rollgrad.entrypoints.dry_run import counts, file_problems, show_plan
 from rollgrad.entrypoints.findings import Findings

@@ -22,17 +22,17 @@ from rollgrad.domain.batches.packed import RolloutBatch, pack
 from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import ConfigurationError, DataError
-from rollgrad.entrypoints.composition.algorithm import (
+from rollgrad.entrypoints.composition.injection import providers
+from rollgrad.entrypoints.composition.lifetimes import shut_down
+from rollgrad.entrypoints.composition.rl.algorithm import (
     always_scores,
     make_entropy_controller,
     make_kl_controller,
     make_objective,
     teacher_kind,
 )
-from rollgrad.entrypoints.composition.injection import providers
-from rollgrad.entrypoints.composition.lifetimes import shut_down
-from rollgrad.entrypoints.composition.rl import rl_container
-from rollgrad.entrypoints.composition.teacher import make_compared_reference
+from rollgrad.entrypoints.composition.rl.container import rl_container
+from rollgrad.entrypoints.composition.rl.teacher import make_compared_reference
 
 SAMPLED = 1
 """Kind of a sampled token (docs/trajectories.md)."""

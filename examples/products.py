@@ -12,8 +12,8 @@ from pathlib import Path
 
 from smollm2 import HERE, train_smollm2
 
-from rollgrad.entrypoints.composition.assistant import load_assistant
-from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
+from rollgrad.entrypoints.composition.serving.arguments import AssistantArguments
+from rollgrad.entrypoints.composition.serving.assistant import load_assistant
 
 QUESTION = "What is 73 * 48?"
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CLIENT = ROOT / "tests" / "script_client.py"
 MODULES = (
     *("datasets", "torch", "transformers.models.llama.modeling_llama"),
-    *("rollgrad.entrypoints.composition.rl", "rollgrad.entrypoints.library"),
+    *("rollgrad.entrypoints.composition.rl.container", "rollgrad.entrypoints.library"),
 )
 
 

@@ -12,14 +12,14 @@ from attrs import define
 
 from rollgrad.application.episodes.chat_request import RefusedError
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
-from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
+from rollgrad.entrypoints.composition.serving.arguments import AssistantArguments
 
 if TYPE_CHECKING:
     import asyncio
 
     from rollgrad.application.episodes.runtime import PlayedTurn
     from rollgrad.domain.episodes.messages import Message
-    from rollgrad.entrypoints.composition.assistant import LoadedAssistant
+    from rollgrad.entrypoints.composition.serving.assistant import LoadedAssistant
 
 HELP = (
     "Type a message and Enter. /image PATH shows an image with the next message, /new starts over, /help shows this, "
@@ -69,7 +69,7 @@ def chat(arguments: ChatArguments) -> None:
     arguments.check()
     opening = [] if arguments.messages is None else _read_messages(arguments.messages)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for answers alone, not for prints of libraries
-        from rollgrad.entrypoints.composition.assistant import load_assistant
+        from rollgrad.entrypoints.composition.serving.assistant import load_assistant
 
         loaded = load_assistant(arguments)
     terminal = arguments.prompt is None and sys.stdin.isatty()

@@ -18,7 +18,7 @@ from rollgrad.entrypoints.cli.logs import configure_logging
 from rollgrad.entrypoints.cli.output import results_only_on_stdout, show_metrics
 from rollgrad.entrypoints.cli.parsing import RunFlags, dry_run_setting, parse_run
 from rollgrad.entrypoints.cli.training import few_collections, show_config
-from rollgrad.entrypoints.composition.extensions import spelling_errors
+from rollgrad.entrypoints.composition.rl.extensions import spelling_errors
 
 
 @define(kw_only=True, slots=False)

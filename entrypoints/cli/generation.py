@@ -14,7 +14,7 @@ from rollgrad.domain.errors import ConfigurationError, RollgradError, raise_toge
 from rollgrad.domain.settings import setting
 from rollgrad.entrypoints.cli.output import results_only_on_stdout
 from rollgrad.entrypoints.cli.parsing import RunFlags, dry_run_setting, parse_run
-from rollgrad.entrypoints.composition.extensions import spelling_errors
+from rollgrad.entrypoints.composition.rl.extensions import spelling_errors
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.redaction import print_settings
 

@@ -13,7 +13,7 @@ from rollgrad.domain.settings import setting
 from rollgrad.entrypoints.cli.output import results_only_on_stdout
 from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
 from rollgrad.entrypoints.cli.rescore import own_settings
-from rollgrad.entrypoints.composition.extensions import spelling_errors
+from rollgrad.entrypoints.composition.rl.extensions import spelling_errors
 
 
 @define(kw_only=True, slots=False)

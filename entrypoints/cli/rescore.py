@@ -15,7 +15,7 @@ from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.domain.errors import ConfigurationError, DataError, raise_together
 from rollgrad.entrypoints.cli.output import results_only_on_stdout
 from rollgrad.entrypoints.cli.parsing import RunFlags, parse_run
-from rollgrad.entrypoints.composition.extensions import spelling_errors
+from rollgrad.entrypoints.composition.rl.extensions import spelling_errors
 from rollgrad.entrypoints.run_directory import OTHER_CONFIG_FILE, is_run, no_run
 
 

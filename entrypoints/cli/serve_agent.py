@@ -10,7 +10,7 @@ from attrs import define
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.listening import ListeningArguments, serve
-from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
+from rollgrad.entrypoints.composition.serving.arguments import AssistantArguments
 
 if TYPE_CHECKING:
     from rollgrad.adapters.servers.server import App
@@ -88,7 +88,7 @@ def _loaded_app(
 
     from rollgrad.adapters.servers.agent_server import AgentServer, max_body_bytes
     from rollgrad.adapters.servers.operation import Operation
-    from rollgrad.entrypoints.composition.assistant import load_assistant
+    from rollgrad.entrypoints.composition.serving.assistant import load_assistant
 
     loaded = load_assistant(arguments, follow=arguments.follow)
     assistant = loaded.assistant

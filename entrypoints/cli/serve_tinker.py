@@ -64,7 +64,7 @@ def _loaded_app(arguments: ServeTinkerArguments) -> "Iterator[tuple[App, int]]":
     from rollgrad.adapters.servers.tinker.server import create_tinker_app
     from rollgrad.adapters.servers.tinker.service import TinkerService
     from rollgrad.adapters.servers.tinker.shelf import Shelf
-    from rollgrad.entrypoints.composition.tinker import TinkerModels
+    from rollgrad.entrypoints.composition.serving.tinker import TinkerModels
 
     models = TinkerModels(arguments.model, arguments.dtype, arguments.batch_tokens)
     with tempfile.TemporaryDirectory(prefix="rollgrad-tinker-") as snapshots:

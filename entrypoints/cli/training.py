@@ -14,7 +14,7 @@ from rollgrad.entrypoints.cli.logs import configure_logging
 from rollgrad.entrypoints.cli.offline import TRAINERS, parse_offline
 from rollgrad.entrypoints.cli.output import results_only_on_stdout, show_result
 from rollgrad.entrypoints.cli.parsing import TrainArguments, parse_run
-from rollgrad.entrypoints.composition.extensions import spelling_errors
+from rollgrad.entrypoints.composition.rl.extensions import spelling_errors
 from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.redaction import print_settings
 from rollgrad.entrypoints.restarts import until_finished

@@ -120,7 +120,7 @@ DIVISIONS: Mapping[Strategy, Callable[[Any, bool], Division]] = {
 STARTS = {Strategy.DEEPSPEED: start_by_deepspeed, Strategy.FSDP2: division.start_process_group}
 """Functions by which processes join a group."""
 MODULES = (
-    "rollgrad.entrypoints.composition.rl",
+    "rollgrad.entrypoints.composition.rl.container",
     "rollgrad.adapters.models.torch.models",
     "transformers.modeling_utils",
 )

@@ -33,7 +33,7 @@ from rollgrad.domain.errors import EngineError
 from rollgrad.entrypoints.cli.chat import _ChatSession
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
-from rollgrad.entrypoints.composition.assistant import load_assistant
+from rollgrad.entrypoints.composition.serving.assistant import load_assistant
 from tests.fakes.model_server import ModelServer
 from tests.fakes.recording_engine import RecordingEngine
 from tests.scripts import ScriptHost
@@ -390,7 +390,7 @@ def test_who_types_help_is_told_and_a_line_of_a_file_is_a_message(
 
     assistant, _ = scripted(tiny_tokenizer, "Hello.<|im_end|>")
     loaded = SimpleNamespace(assistant=assistant, name="it", aclose=aclose)
-    monkeypatch.setattr("rollgrad.entrypoints.composition.assistant.load_assistant", lambda arguments: loaded)
+    monkeypatch.setattr("rollgrad.entrypoints.composition.serving.assistant.load_assistant", lambda arguments: loaded)
     monkeypatch.setattr("sys.stdin", Typed("/help\n"))
     assert main(["chat", "--model", "it"]) == 0
     printed = capsys.readouterr()

@@ -23,7 +23,7 @@ from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.entrypoints.cli.main import main
-from rollgrad.entrypoints.composition.dpo import dpo_container
+from rollgrad.entrypoints.composition.offline.dpo import dpo_container
 from tests.example_runs import Stopping, logged, small, weights, written
 
 PAIRS, BATCH, STEPS = 18, 6, 6

@@ -13,9 +13,9 @@ from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.algorithms import evaluation
-from rollgrad.entrypoints.composition.dpo import dpo_container
-from rollgrad.entrypoints.composition.rm import rm_container
-from rollgrad.entrypoints.composition.sft import sft_container
+from rollgrad.entrypoints.composition.offline.dpo import dpo_container
+from rollgrad.entrypoints.composition.offline.rm import rm_container
+from rollgrad.entrypoints.composition.offline.sft import sft_container
 from tests.example_runs import small, written
 
 

@@ -20,7 +20,7 @@ from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.cli.main import main
-from rollgrad.entrypoints.composition.rewards import make_reward_model
+from rollgrad.entrypoints.composition.rl.rewards import make_reward_model
 from rollgrad.entrypoints.loop import _as_sampled
 from tests.example_runs import logged, small, weights, written
 from tests.fakes.images import processor as processor_of

@@ -45,12 +45,12 @@ from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.environment import StepResult
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments, _loaded_app
-from rollgrad.entrypoints.composition.assistant import load_assistant
-from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
-from rollgrad.entrypoints.composition.executors import make_tool_executor
-from rollgrad.entrypoints.composition.rewards import make_reward_model
+from rollgrad.entrypoints.composition.rl.executors import make_tool_executor
+from rollgrad.entrypoints.composition.rl.rewards import make_reward_model
+from rollgrad.entrypoints.composition.rl.tracing import Tracing
+from rollgrad.entrypoints.composition.serving.arguments import AssistantArguments
+from rollgrad.entrypoints.composition.serving.assistant import load_assistant
 from rollgrad.entrypoints.composition.tool_box import ToolBox
-from rollgrad.entrypoints.composition.tracing import Tracing
 from rollgrad.entrypoints.openrlhf.command import translate_command
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.example_runs import logged, weights

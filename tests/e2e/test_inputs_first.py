@@ -18,7 +18,7 @@ from rollgrad.adapters.ray.session import RaySession
 from rollgrad.adapters.servers.server import Server
 from rollgrad.domain.errors import RollgradError
 from rollgrad.entrypoints.cli.main import main
-from rollgrad.entrypoints.composition.vocabularies import check_tokens
+from rollgrad.entrypoints.composition.vocabulary import check_tokens
 from tests.fakes.model_server import ModelServer
 from tests.tiny_models import tiny_llama
 

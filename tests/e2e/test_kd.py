@@ -26,7 +26,7 @@ from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, EngineError
 from rollgrad.domain.ports.models import Predictions
 from rollgrad.entrypoints.cli.main import main
-from rollgrad.entrypoints.composition import kd
+from rollgrad.entrypoints.composition.offline import kd
 from tests.e2e.test_dpo import ROOT
 from tests.example_runs import Stopping, logged, small, weights, written
 from tests.fakes.teacher_server import TeacherServer

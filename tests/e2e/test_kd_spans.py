@@ -15,8 +15,8 @@ from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.entrypoints.cli.main import main
-from rollgrad.entrypoints.composition import kd_spans
-from rollgrad.entrypoints.composition.kd import kd_container
+from rollgrad.entrypoints.composition.offline import kd_spans
+from rollgrad.entrypoints.composition.offline.kd import kd_container
 from tests.example_runs import logged, small, written
 from tests.fakes.teacher_server import TeacherServer
 from tests.tiny_models import make_other_tokenizer, tiny_llama

@@ -20,7 +20,7 @@ from rollgrad.domain.algorithms.shaping_settings import Normalise
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.entrypoints.cli.main import main
-from rollgrad.entrypoints.composition.rewards import make_reward_model
+from rollgrad.entrypoints.composition.rl.rewards import make_reward_model
 from tests.example_runs import Stopping, small, written
 from tests.moved_models import moved_copy
 

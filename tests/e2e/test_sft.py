@@ -20,7 +20,7 @@ from rollgrad.application.settings.sections.optimizer import LRScheduler
 from rollgrad.application.settings.sft import SFTRun, SupervisedAdamConfig, SupervisedModelConfig, SupervisedTrainConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli.main import main
-from rollgrad.entrypoints.composition.sft import sft_container
+from rollgrad.entrypoints.composition.offline.sft import sft_container
 from rollgrad.entrypoints.findings import FINE
 from tests.example_runs import logged, weights
 

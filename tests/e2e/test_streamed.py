@@ -21,7 +21,7 @@ from rollgrad.application.settings.sections.ckpt import Resume
 from rollgrad.application.settings.sections.examples import ExampleEvalConfig, ExampleFormat
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.cli.main import main
-from rollgrad.entrypoints.composition import reference as composition
+from rollgrad.entrypoints.composition.offline import reference as composition
 from tests.example_runs import Stopping, logged, small, weights, written
 
 ROWS, STEPS = 6, 3

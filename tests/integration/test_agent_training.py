@@ -19,8 +19,8 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import PartialRollout
 from rollgrad.domain.errors import EngineError, ForeignError
 from rollgrad.entrypoints.cli.main import main
-from rollgrad.entrypoints.composition.forms import unprescribed
-from rollgrad.entrypoints.composition.training_server import TrainingServer
+from rollgrad.entrypoints.composition.rl.forms import unprescribed
+from rollgrad.entrypoints.composition.rl.training_server import TrainingServer
 from rollgrad.testing.chat_codec import FakeChatCodec
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.fakes.scripted_engine import ScriptedEngine

@@ -61,7 +61,7 @@ from rollgrad.domain.errors import (
 )
 from rollgrad.domain.ports.checkpoint_store import STORED_IN, TrainingState
 from rollgrad.entrypoints.composition.cluster import rank_model
-from rollgrad.entrypoints.composition.rm import rm_container
+from rollgrad.entrypoints.composition.offline.rm import rm_container
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.fakes import cluster
 from tests.fakes.cluster import FSDP

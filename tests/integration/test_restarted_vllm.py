@@ -18,7 +18,7 @@ from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.errors import EngineError
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
-from rollgrad.entrypoints.composition.assistant import LoadedAssistant, load_assistant
+from rollgrad.entrypoints.composition.serving.assistant import LoadedAssistant, load_assistant
 from tests.fakes import cluster
 from tests.tiny_models import saved
 

@@ -21,7 +21,7 @@ from rollgrad.adapters.servers.tinker.server import create_tinker_app
 from rollgrad.adapters.servers.tinker.service import TinkerService
 from rollgrad.adapters.servers.tinker.shelf import Shelf
 from rollgrad.application.settings.sections.actor import DType, LoraConfig
-from rollgrad.entrypoints.composition.tinker import TinkerModels
+from rollgrad.entrypoints.composition.serving.tinker import TinkerModels
 
 KEY = "tml-test"
 STOP_SECONDS = 120

@@ -28,7 +28,7 @@ from rollgrad.application.episodes.assistant import Assistant
 from rollgrad.domain.control.engine_health import FleetBounds
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
-from rollgrad.entrypoints.composition.reload import ModelReload
+from rollgrad.entrypoints.composition.serving.reload import ModelReload
 from tests.fakes.fleet_member import FakeFleetMember
 from tests.tiny_vision import picture, save_tiny_vlm
 

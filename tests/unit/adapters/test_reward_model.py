@@ -15,7 +15,7 @@ from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.algorithms.shaping_settings import Normalise
 from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
-from rollgrad.entrypoints.composition.rewards import make_reward_model
+from rollgrad.entrypoints.composition.rl.rewards import make_reward_model
 from tests.fakes.chat_templates import tokenizer_with
 from tests.tiny_models import saved, tiny_model
 

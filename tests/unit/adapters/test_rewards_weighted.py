@@ -16,7 +16,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
 from rollgrad.domain.errors import ConfigurationError, NotApplicableError, RewardError
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.entrypoints.composition.rl import rl_container
+from rollgrad.entrypoints.composition.rl.container import rl_container
 
 
 def ask(reply: str, label: str = "42") -> RewardRequest:

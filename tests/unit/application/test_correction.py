@@ -16,7 +16,7 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.algorithms.settings import CorrectionLevel, CorrectionMode, OldLogprobs
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import TokenScores
-from rollgrad.entrypoints.composition.algorithm import make_objective
+from rollgrad.entrypoints.composition.rl.algorithm import make_objective
 from rollgrad.entrypoints.config_io import structure_config
 from rollgrad.testing.agent_executor import make_trajectory
 

@@ -24,7 +24,7 @@ from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.episodes.prompts import PromptCursor
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel, TokenScores
-from rollgrad.entrypoints.composition.kto import make_labels
+from rollgrad.entrypoints.composition.offline.kto import make_labels
 from rollgrad.testing.models import FakeReference
 
 VOCABULARY = 100

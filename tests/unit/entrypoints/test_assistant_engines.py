@@ -20,9 +20,9 @@ from rollgrad.domain.errors import EngineError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
 from rollgrad.entrypoints.composition import cluster
-from rollgrad.entrypoints.composition.assistant import LoadedAssistant, load_assistant
 from rollgrad.entrypoints.composition.cluster import Role
 from rollgrad.entrypoints.composition.engines import reply_ends
+from rollgrad.entrypoints.composition.serving.assistant import LoadedAssistant, load_assistant
 from tests.fakes.fleet_member import FakeFleetMember
 
 SECONDS = 60.0

@@ -25,7 +25,7 @@ from rollgrad.domain.ports.models import TokenScores
 from rollgrad.domain.settings import setting
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import TrainArguments, parse_run
-from rollgrad.entrypoints.composition.algorithm import make_objective
+from rollgrad.entrypoints.composition.rl.algorithm import make_objective
 from rollgrad.entrypoints.config_io import dump_config, load_config, setting_names
 from rollgrad.entrypoints.description import check_continues, flat_settings
 from tests.unit.domain.test_losses import batch_of

@@ -15,8 +15,8 @@ from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.entrypoints.composition import cluster as composition
 from rollgrad.entrypoints.composition.anywhere import absolute
 from rollgrad.entrypoints.composition.cluster import Cluster, neighbours
-from rollgrad.entrypoints.composition.rl import rl_container
-from rollgrad.entrypoints.composition.roles import cluster_roles, colocated_roles
+from rollgrad.entrypoints.composition.rl.container import rl_container
+from rollgrad.entrypoints.composition.rl.roles import cluster_roles, colocated_roles
 
 ROLES = {"actor": 2, "critic": 1, "reference": 1, "reward": 3, "engines": 2}
 ALL = sorted(ROLES)

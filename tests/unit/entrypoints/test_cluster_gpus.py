@@ -9,7 +9,7 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.composition import cluster
 from rollgrad.entrypoints.composition.cluster import Cluster
-from rollgrad.entrypoints.composition.roles import cluster_roles, colocated_roles
+from rollgrad.entrypoints.composition.rl.roles import cluster_roles, colocated_roles
 
 
 class Session:

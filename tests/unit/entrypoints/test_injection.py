@@ -25,7 +25,7 @@ def imported(*modules: str, before: str = "", after: str = "") -> str:
 
 @pytest.mark.slow  # several seconds: torch is imported
 def test_the_composition_of_a_run_imports_no_web_framework() -> None:
-    found = imported("rollgrad.entrypoints.composition.rl", "rollgrad.entrypoints.composition.sft")
+    found = imported("rollgrad.entrypoints.composition.rl.container", "rollgrad.entrypoints.composition.offline.sft")
     assert "dependency_injector" in found
     for name in ("fastapi", "starlette", "uvicorn", "werkzeug", "pydantic_settings"):
         assert f"'{name}'" not in found

@@ -25,7 +25,7 @@ from rollgrad.domain.batches.packed import Batch, PackedBatch
 from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.episodes.trajectory import Segment, SegmentKind, Trajectory
 from rollgrad.domain.ports.models import PolicyObjective, TokenScores
-from rollgrad.entrypoints.composition.algorithm import (
+from rollgrad.entrypoints.composition.rl.algorithm import (
     advantage_is_all,
     make_aggregation,
     make_learned_tokens,

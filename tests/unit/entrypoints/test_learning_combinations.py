@@ -25,7 +25,7 @@ from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective
 from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.trajectory import SegmentKind, Trajectory
-from rollgrad.entrypoints.composition.algorithm import (
+from rollgrad.entrypoints.composition.rl.algorithm import (
     advantage_is_all,
     always_scores,
     make_aggregation,

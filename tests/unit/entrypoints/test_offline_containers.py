@@ -34,15 +34,15 @@ from rollgrad.application.settings.sft import SFTRun, SupervisedModelConfig
 from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.entrypoints.composition.cluster import Cluster, Role, neighbours
-from rollgrad.entrypoints.composition.data import make_rollouts
-from rollgrad.entrypoints.composition.dpo import dpo_container, make_dpo_roles
-from rollgrad.entrypoints.composition.examples import cache_directory, make_total_steps, reference_directory
-from rollgrad.entrypoints.composition.kto import kto_container
-from rollgrad.entrypoints.composition.prm import prm_container
-from rollgrad.entrypoints.composition.reference import reference_fingerprint, reference_key
-from rollgrad.entrypoints.composition.rl import rl_container
-from rollgrad.entrypoints.composition.rm import rm_container
-from rollgrad.entrypoints.composition.sft import sft_container
+from rollgrad.entrypoints.composition.offline.dpo import dpo_container, make_dpo_roles
+from rollgrad.entrypoints.composition.offline.kto import kto_container
+from rollgrad.entrypoints.composition.offline.preparation import cache_directory, make_total_steps, reference_directory
+from rollgrad.entrypoints.composition.offline.prm import prm_container
+from rollgrad.entrypoints.composition.offline.reference import reference_fingerprint, reference_key
+from rollgrad.entrypoints.composition.offline.rm import rm_container
+from rollgrad.entrypoints.composition.offline.sft import sft_container
+from rollgrad.entrypoints.composition.rl.container import rl_container
+from rollgrad.entrypoints.composition.rl.data import make_rollouts
 
 DPO = DPORun(
     actor=PreferenceModelConfig(model_name_or_path="m", num_nodes=2, num_gpus_per_node=3),

@@ -8,9 +8,9 @@ from dependency_injector import providers
 
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError, ForeignError
-from rollgrad.entrypoints.composition.algorithm import make_sampling_plan
-from rollgrad.entrypoints.composition.rl import rl_container
-from rollgrad.entrypoints.composition.sft import sft_container
+from rollgrad.entrypoints.composition.offline.sft import sft_container
+from rollgrad.entrypoints.composition.rl.algorithm import make_sampling_plan
+from rollgrad.entrypoints.composition.rl.container import rl_container
 from rollgrad.entrypoints.config_io import load_config
 
 RL = Path(__file__).parents[3] / "examples" / "sums.yaml"

@@ -8,7 +8,7 @@ import pytest
 from rollgrad.application.settings.rules import validate
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
+from rollgrad.entrypoints.composition.serving.arguments import AssistantArguments
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 from tests.fakes.tool import mcp_command
 

@@ -23,10 +23,10 @@ from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.entrypoints.composition.base import BaseContainer, trainer_kind
 from rollgrad.entrypoints.composition.chat import make_tokenizer
-from rollgrad.entrypoints.composition.examples import make_stream
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import make_optimizer, make_trained_reward
-from rollgrad.entrypoints.composition.offline import OfflineContainer, complete, if_evaluated
+from rollgrad.entrypoints.composition.offline.container import OfflineContainer, complete, if_evaluated
+from rollgrad.entrypoints.composition.offline.preparation import make_stream
 
 log = structlog.get_logger(__name__)
 

@@ -22,8 +22,8 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.prompt_source import PromptSource
-from rollgrad.entrypoints.composition.executors import executor_kind
 from rollgrad.entrypoints.composition.fetching import make_fetched_images
+from rollgrad.entrypoints.composition.rl.executors import executor_kind
 from rollgrad.entrypoints.composition.served import check_datasources
 
 log = structlog.get_logger(__name__)

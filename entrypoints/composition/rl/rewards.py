@@ -27,9 +27,9 @@ from rollgrad.domain.algorithms.catalogue import estimator_traits
 from rollgrad.domain.algorithms.shaping_settings import Normalise
 from rollgrad.domain.errors import ConfigurationError, raise_together
 from rollgrad.domain.ports.reward_source import RewardSource
-from rollgrad.entrypoints.composition.data import dataset_kind
 from rollgrad.entrypoints.composition.models import ACTOR_FLAG, compute_device
-from rollgrad.entrypoints.composition.prm import reward_token_ids
+from rollgrad.entrypoints.composition.rl.data import dataset_kind
+from rollgrad.entrypoints.composition.vocabulary import reward_token_ids
 
 FLAG = "--reward.model_name_or_path"
 Brought = RewardSource | Callable[..., Any]

@@ -17,11 +17,11 @@ from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.entrypoints.composition.cluster import Role
-from rollgrad.entrypoints.composition.examples import make_stream
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import following
-from rollgrad.entrypoints.composition.offline import complete
-from rollgrad.entrypoints.composition.reference import (
+from rollgrad.entrypoints.composition.offline.container import complete
+from rollgrad.entrypoints.composition.offline.preparation import make_stream
+from rollgrad.entrypoints.composition.offline.reference import (
     ReferencedContainer,
     References,
     make_moving_reference,

@@ -24,9 +24,9 @@ from rollgrad.domain.ports.agent_program import AgentProgram
 from rollgrad.domain.ports.environment import Environment
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
+from rollgrad.entrypoints.composition.rl.tracing import Tracing
+from rollgrad.entrypoints.composition.rl.training_server import MODEL, TrainingServer
 from rollgrad.entrypoints.composition.tool_box import ToolBox
-from rollgrad.entrypoints.composition.tracing import Tracing
-from rollgrad.entrypoints.composition.training_server import MODEL, TrainingServer
 
 
 def executor_kind(config: RLConfig, environment: Any) -> str:

@@ -9,7 +9,7 @@ from rollgrad.application.episodes.chat_service import UNPRESCRIBED
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import PartialRollout
-from rollgrad.entrypoints.composition.algorithm import reference_kind, teacher_kind
+from rollgrad.entrypoints.composition.rl.algorithm import reference_kind, teacher_kind
 
 FOLLOWERS = ("engine", "policy", "reference")
 """Adapters that must follow a form alike, which those of the caller need not do."""

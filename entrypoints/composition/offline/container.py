@@ -13,14 +13,14 @@ from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.entrypoints.composition.base import BaseContainer, make_schedule
 from rollgrad.entrypoints.composition.cluster import Role
-from rollgrad.entrypoints.composition.examples import (
+from rollgrad.entrypoints.composition.injection import providers
+from rollgrad.entrypoints.composition.offline.preparation import (
     Preparation,
     make_eval_examples,
     make_examples,
     make_total_examples,
     make_total_steps,
 )
-from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.description import Description, describe_run
 
 LESS_MEMORY = (

@@ -21,10 +21,10 @@ from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, ReferenceModel
 from rollgrad.domain.ports.score_store import ScoreStore
 from rollgrad.entrypoints.composition.cluster import Cluster, Role
-from rollgrad.entrypoints.composition.examples import check_positions, reference_directory
 from rollgrad.entrypoints.composition.injection import providers
-from rollgrad.entrypoints.composition.offline import OfflineContainer, make_roles
-from rollgrad.entrypoints.composition.vocabularies import check_tokens
+from rollgrad.entrypoints.composition.offline.container import OfflineContainer, make_roles
+from rollgrad.entrypoints.composition.offline.preparation import check_positions, reference_directory
+from rollgrad.entrypoints.composition.vocabulary import check_tokens
 from rollgrad.entrypoints.run_directory import continues
 
 CHECKED = 8

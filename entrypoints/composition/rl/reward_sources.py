@@ -10,7 +10,7 @@ from rollgrad.entrypoints.composition.base import trainer_kind
 from rollgrad.entrypoints.composition.engines import EngineContainer
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
-from rollgrad.entrypoints.composition.rewards import (
+from rollgrad.entrypoints.composition.rl.rewards import (
     make_functions,
     make_judge,
     make_remote_reward,

@@ -24,14 +24,14 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import ReferenceModel
 from rollgrad.entrypoints.composition.chat import make_codec
-from rollgrad.entrypoints.composition.examples import (
+from rollgrad.entrypoints.composition.models import make_actor_model
+from rollgrad.entrypoints.composition.offline.preparation import (
     Preparation,
     make_eval_examples,
     make_examples,
     reference_directory,
 )
-from rollgrad.entrypoints.composition.models import make_actor_model
-from rollgrad.entrypoints.composition.reference import reference_key
+from rollgrad.entrypoints.composition.offline.reference import reference_key
 from rollgrad.entrypoints.composition.served import check_same_weights, make_served, served_fingerprint
 
 log = structlog.get_logger(__name__)

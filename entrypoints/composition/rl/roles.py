@@ -4,8 +4,8 @@ from rollgrad.application.settings.derived import ranks
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.train import TrainConfig
-from rollgrad.entrypoints.composition.algorithm import critic_kind, reference_kind
 from rollgrad.entrypoints.composition.cluster import Role
+from rollgrad.entrypoints.composition.rl.algorithm import critic_kind, reference_kind
 
 
 def cluster_roles(config: RLConfig) -> dict[str, Role]:

@@ -8,9 +8,9 @@ from rollgrad.adapters.data.examples.streaming import demonstration
 from rollgrad.application.settings.sft import SFTRun, SupervisedAggregation
 from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
 from rollgrad.domain.batches.examples import pack_demonstrations
-from rollgrad.entrypoints.composition.examples import make_budget, make_stream, make_total_steps
 from rollgrad.entrypoints.composition.injection import providers
-from rollgrad.entrypoints.composition.offline import OfflineContainer, complete
+from rollgrad.entrypoints.composition.offline.container import OfflineContainer, complete
+from rollgrad.entrypoints.composition.offline.preparation import make_budget, make_stream, make_total_steps
 
 
 def sft_container(config: SFTRun) -> OfflineContainer:

@@ -10,35 +10,12 @@ from rollgrad.application.settings.prm import PRMRun, StepModelConfig
 from rollgrad.domain.algorithms.losses.process_reward import StepObjective
 from rollgrad.domain.batches.examples import pack_steps
 from rollgrad.domain.episodes.examples import StepLabels
-from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.example_source import ExampleSource
-from rollgrad.entrypoints.composition.examples import make_stream
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.models import make_trained_actor
-from rollgrad.entrypoints.composition.offline import OfflineContainer, complete
-
-
-def reward_token_ids(
-    reward_tokens: tuple[str, str], tokenizer: Any, *, setting: str = "prm.reward_tokens"
-) -> tuple[int, int]:
-    """Returns the ids of the tokens for right and wrong, which `setting` names.
-
-    Raises:
-        ConfigurationError: one of them is not a token of its own, or both are the same.
-    """
-    found = [tokenizer(token, add_special_tokens=False)["input_ids"] for token in reward_tokens]
-    for token, ids in zip(reward_tokens, found, strict=True):
-        if len(ids) != 1:
-            raise ConfigurationError(
-                f"{setting} has {token!r}, which the tokenizer writes as {len(ids)} tokens: set --prm.reward_tokens of "
-                "`train prm` to texts that are one token each."
-            )
-    (right,), (wrong,) = found
-    if right == wrong:
-        raise ConfigurationError(
-            f"{setting} {reward_tokens} are one token for the tokenizer: set --prm.reward_tokens of `train prm` to two."
-        )
-    return right, wrong
+from rollgrad.entrypoints.composition.offline.container import OfflineContainer, complete
+from rollgrad.entrypoints.composition.offline.preparation import make_stream
+from rollgrad.entrypoints.composition.vocabulary import reward_token_ids
 
 
 def make_step_model(

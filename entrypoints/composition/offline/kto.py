@@ -29,17 +29,17 @@ from rollgrad.domain.ports.example_source import ExampleSource, ExampleStream
 from rollgrad.domain.ports.models import PolicyModel
 from rollgrad.domain.ports.score_store import ScoreStore
 from rollgrad.entrypoints.composition.cluster import Role
-from rollgrad.entrypoints.composition.examples import (
+from rollgrad.entrypoints.composition.injection import providers
+from rollgrad.entrypoints.composition.models import following
+from rollgrad.entrypoints.composition.offline.container import complete, if_evaluated
+from rollgrad.entrypoints.composition.offline.preparation import (
     Preparation,
     make_stream,
     make_total_examples,
     make_total_steps,
     starting_position,
 )
-from rollgrad.entrypoints.composition.injection import providers
-from rollgrad.entrypoints.composition.models import following
-from rollgrad.entrypoints.composition.offline import complete, if_evaluated
-from rollgrad.entrypoints.composition.reference import (
+from rollgrad.entrypoints.composition.offline.reference import (
     ReferencedContainer,
     References,
     make_moving_reference,

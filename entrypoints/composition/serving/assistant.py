@@ -54,10 +54,10 @@ from rollgrad.domain.errors import (
     raise_together,
 )
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
-from rollgrad.entrypoints.composition.assistant_arguments import AssistantArguments
 from rollgrad.entrypoints.composition.chat import template_values
 from rollgrad.entrypoints.composition.engines import reply_ends
-from rollgrad.entrypoints.composition.reload import ModelReload, Push
+from rollgrad.entrypoints.composition.serving.arguments import AssistantArguments
+from rollgrad.entrypoints.composition.serving.reload import ModelReload, Push
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 
 log = structlog.get_logger(__name__)

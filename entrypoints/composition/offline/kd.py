@@ -34,19 +34,24 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.example_source import ExampleSource
 from rollgrad.domain.ports.models import PolicyModel, TeacherModel
 from rollgrad.domain.ports.score_store import ScoreStore
-from rollgrad.entrypoints.composition.examples import Preparation, check_positions, make_stream, reference_directory
 from rollgrad.entrypoints.composition.injection import providers
-from rollgrad.entrypoints.composition.kd_spans import TEACHER_FLAG, make_spans
 from rollgrad.entrypoints.composition.models import make_actor_model
-from rollgrad.entrypoints.composition.offline import OfflineContainer, complete
-from rollgrad.entrypoints.composition.reference import START_TOLERANCE, reference_key
+from rollgrad.entrypoints.composition.offline.container import OfflineContainer, complete
+from rollgrad.entrypoints.composition.offline.kd_spans import TEACHER_FLAG, make_spans
+from rollgrad.entrypoints.composition.offline.preparation import (
+    Preparation,
+    check_positions,
+    make_stream,
+    reference_directory,
+)
+from rollgrad.entrypoints.composition.offline.reference import START_TOLERANCE, reference_key
 from rollgrad.entrypoints.composition.served import (
     check_datasources,
     check_same_weights,
     make_served,
     served_fingerprint,
 )
-from rollgrad.entrypoints.composition.teacher import check_vocabulary
+from rollgrad.entrypoints.composition.vocabulary import check_vocabulary
 from rollgrad.entrypoints.run_directory import continues
 
 log = structlog.get_logger(__name__)

@@ -38,7 +38,12 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import RouterReplay
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective
 from rollgrad.domain.control.admission import Admission
-from rollgrad.entrypoints.composition.algorithm import (
+from rollgrad.entrypoints.composition.base import make_schedule
+from rollgrad.entrypoints.composition.engines import resting
+from rollgrad.entrypoints.composition.injection import providers
+from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
+from rollgrad.entrypoints.composition.outputs import make_sample_log, make_trajectories
+from rollgrad.entrypoints.composition.rl.algorithm import (
     PAUSES,
     advantage_is_all,
     always_scores,
@@ -63,8 +68,7 @@ from rollgrad.entrypoints.composition.algorithm import (
     pipeline_kind,
     reference_kind,
 )
-from rollgrad.entrypoints.composition.base import make_schedule
-from rollgrad.entrypoints.composition.data import (
+from rollgrad.entrypoints.composition.rl.data import (
     dataset_kind,
     make_dataset_source,
     make_eval_dataset,
@@ -72,8 +76,7 @@ from rollgrad.entrypoints.composition.data import (
     make_gym_source,
     make_rollouts,
 )
-from rollgrad.entrypoints.composition.engines import resting
-from rollgrad.entrypoints.composition.executors import (
+from rollgrad.entrypoints.composition.rl.executors import (
     executor_kind,
     has_turns,
     make_command_executor,
@@ -81,19 +84,16 @@ from rollgrad.entrypoints.composition.executors import (
     make_multi_turn,
     make_tool_executor,
 )
-from rollgrad.entrypoints.composition.extensions import load_extension
-from rollgrad.entrypoints.composition.forms import FOLLOWERS, make_masks, unprescribed
-from rollgrad.entrypoints.composition.injection import providers
-from rollgrad.entrypoints.composition.lifetimes import LoopResource, closed_at_end
-from rollgrad.entrypoints.composition.outputs import make_sample_log, make_trajectories
-from rollgrad.entrypoints.composition.reward_sources import RewardContainer
-from rollgrad.entrypoints.composition.rewards import reward_kinds
-from rollgrad.entrypoints.composition.roles import cluster_roles, colocated_roles
-from rollgrad.entrypoints.composition.teacher import make_policy_teacher, make_served_reference, make_tells_teacher
+from rollgrad.entrypoints.composition.rl.extensions import load_extension
+from rollgrad.entrypoints.composition.rl.forms import FOLLOWERS, make_masks, unprescribed
+from rollgrad.entrypoints.composition.rl.reward_sources import RewardContainer
+from rollgrad.entrypoints.composition.rl.rewards import reward_kinds
+from rollgrad.entrypoints.composition.rl.roles import cluster_roles, colocated_roles
+from rollgrad.entrypoints.composition.rl.teacher import make_policy_teacher, make_served_reference, make_tells_teacher
+from rollgrad.entrypoints.composition.rl.tracing import Tracing
+from rollgrad.entrypoints.composition.rl.training_server import TrainingServer
+from rollgrad.entrypoints.composition.rl.vocabularies import check_vocabularies
 from rollgrad.entrypoints.composition.tool_box import ToolBox
-from rollgrad.entrypoints.composition.tracing import Tracing
-from rollgrad.entrypoints.composition.training_server import TrainingServer
-from rollgrad.entrypoints.composition.vocabularies import check_vocabularies
 from rollgrad.entrypoints.description import describe
 
 LESS_MEMORY = (

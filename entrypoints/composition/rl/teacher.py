@@ -11,30 +11,12 @@ from rollgrad.adapters.models.torch.loading.loading import load_tokenizer
 from rollgrad.application.learning.teacher_prompts import TellsTeacher, ToldOfReplies, told_by_rows
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.entrypoints.composition.algorithm import teacher_kind
 from rollgrad.entrypoints.composition.models import make_reference_model
+from rollgrad.entrypoints.composition.rl.algorithm import teacher_kind
 from rollgrad.entrypoints.composition.served import make_served
+from rollgrad.entrypoints.composition.vocabulary import check_vocabulary
 
 REFERENCE_FLAG = "--ref.model_name_or_path"
-
-
-def check_vocabulary(teacher: Any, student: Any, name: str, *, flag: str, otherwise: str = "") -> None:
-    """Checks that a token means the same to both tokenizers. `flag` names the teacher; `otherwise` is what else there
-    is to do.
-
-    Raises:
-        ConfigurationError: their vocabularies differ.
-    """
-    its, own = teacher.get_vocab(), student.get_vocab()
-    if its == own:
-        return
-    differing = sorted(token for token in its.keys() | own.keys() if its.get(token) != own.get(token))
-    example = differing[0]
-    raise ConfigurationError(
-        f"The teacher {name!r} has another vocabulary than the actor: {len(differing)} tokens differ, such as "
-        f"{example!r} (token {its.get(example, 'none')} of the teacher, {own.get(example, 'none')} of the actor), so "
-        f"that their predictions cannot be compared: set {flag} to a model with the actor's tokenizer{otherwise}."
-    )
 
 
 def check_compared(name: str, tokenizer: Any) -> None:

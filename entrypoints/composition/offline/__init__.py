@@ -1,0 +1,1 @@
+"""Containers of runs that learn from examples."""

@@ -1,0 +1,1 @@
+"""The container of reinforcement learning, and the choices it makes."""

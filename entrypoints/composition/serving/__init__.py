@@ -1,0 +1,1 @@
+"""Models that answer people and programs outside of runs."""
