@@ -57,6 +57,16 @@ def test_prompts_that_are_too_long_are_dropped_counted_and_said_once(make: Make,
     assert [prompt.text for prompt in source.take(5)] == ["z" * 3, "z" * 4] * 2 + ["z" * 3]
 
 
+def test_a_log_says_that_many_prompts_are_measured_before_it_takes_long(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollgrad.adapters.data.datasets.survey.LONG", 3)
+    for texts, expected in ((["z", "z"], 0), (["z", "z", "z"], 1)):
+        with capture_logs() as said:
+            make(texts)
+        assert sum("measuring" in line["event"] for line in said) == expected
+
+
 def test_an_epoch_holds_each_prompt_that_fits_once(make: Make) -> None:
     source = make(TEXTS, max_prompt_tokens=LIMIT, seed=3)
     kept = sorted(prompt.text for prompt in source.prompts())
