@@ -115,7 +115,7 @@ TOGETHER: Mapping[str, Flag] = {
     f"{ACTOR}.policy_loss.dro_beta": Flag(NUMBER),
     f"{ACTOR}.loss_agg_mode": Flag(TEXT, default="token-mean"),
     f"{ACTOR}.loss_scale_factor": Flag(NUMBER),
-    f"{ACTOR}.router_replay.mode": Flag(TEXT),
+    f"{ACTOR}.router_replay.mode": Flag(TEXT, default="disabled"),
     "algorithm.gigpo.step_advantage_w": Flag(NUMBER),
     # Optimizers
     f"{ACTOR}.optim.weight_decay": Flag(NUMBER, "actor.adam.weight_decay", default=0.01),

@@ -41,6 +41,9 @@ LEVELS = {
 }
 """verl's scopes of the ratio of a correction, which it bounds itself; of others it bounds a divergence."""
 
+REPLAYS = {"disabled": None, "R2": "trainer", "R3": "engine"}
+"""verl's ways of replaying the experts of a rollout; None: they are not replayed."""
+
 POLICY_LOSS = f"{ACTOR}.policy_loss"
 
 MAX_RATIO = 20
@@ -116,7 +119,7 @@ def _kl(draft: RLDraft) -> None:
     draft.set("algo.kl.init_coef", coef)
     draft.set("algo.kl.use_loss", in_loss)
     draft.set("algo.kl.estimator", ours)
-    if not in_loss and draft.value("algorithm.kl_ctrl.type") == "adaptive":
+    if not in_loss and draft.one_of("algorithm.kl_ctrl.type", ("fixed", "adaptive")) == "adaptive":
         draft.set("algo.kl.target", draft.value("algorithm.kl_ctrl.target_kl"))
         draft.set("algo.kl.horizon", draft.value("algorithm.kl_ctrl.horizon"))
     else:
@@ -155,7 +158,7 @@ def _policy_loss(draft: RLDraft) -> None:
         draft.lose(f"{ACTOR}.clip_ratio_c", f"the {loss} loss has no such bound here")
     _settings_of_losses(draft, loss)
     _aggregation(draft, loss)
-    if replay := {"R2": "trainer", "R3": "engine"}.get(str(draft.value(f"{ACTOR}.router_replay.mode"))):
+    if (replay := REPLAYS[draft.one_of(f"{ACTOR}.router_replay.mode", tuple(REPLAYS))]) is not None:
         draft.set("actor.router_replay", replay)
 
 
@@ -185,9 +188,7 @@ def _settings_of_losses(draft: RLDraft, loss: str) -> None:
 
 def _aggregation(draft: RLDraft, loss: str) -> None:
     name, factor = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor"
-    mode = str(draft.value(name))
-    if mode not in AGGREGATIONS:
-        raise ConfigurationError(f"{name} is {mode}, but there are {', '.join(AGGREGATIONS)}: change it.")
+    mode = draft.one_of(name, tuple(AGGREGATIONS))
     if loss in OWN_AGGREGATION:
         draft.lose(name, f"the {loss} loss is a mean over replies, in verl too")
     else:

@@ -71,8 +71,13 @@ def _division(draft: RLDraft, layers: int) -> None:
     draft.set("cluster.strategy", "fsdp2")
     if draft.megatron:
         draft.changed.append("FSDP2 divides the models, in verl Megatron")
-    elif strategy not in (None, "fsdp", "fsdp2"):
-        draft.change(f"{ACTOR}.strategy", "FSDP2 divides the models")
+    else:
+        for name in (SHARED, EXPERTS):
+            draft.lose(name, "verl reads it with Megatron only")
+        if draft.value("model_engine") not in (None, "dp"):
+            draft.change("model_engine", "FSDP2 divides the models")
+        if strategy not in (None, "fsdp", "fsdp2"):
+            draft.change(f"{ACTOR}.strategy", "FSDP2 divides the models")
     if sequence > 1:
         draft.set("ds.sequence_parallel_size", sequence)
     if draft.megatron and (experts := draft.positive(EXPERTS)) > 1:

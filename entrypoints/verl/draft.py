@@ -1,5 +1,6 @@
 """The draft of a translated command of verl."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -12,6 +13,9 @@ from rollgrad.entrypoints.names.names_of_verl_commands import IS, OFFLOADS, RS, 
 from rollgrad.entrypoints.names.names_of_verl_seldom_set import ACTOR, REF, ROLLOUT
 from rollgrad.entrypoints.translation.draft import Draft
 from rollgrad.entrypoints.verl.words import FULLY_ASYNC, ONE_STEP_OFF, Command, Override, known, read_overrides
+
+MODES = ("sync", "colocate_async", "separate_async")
+"""How verl's trainer shares time between rollouts and updates."""
 
 IDLE = ("False", "false", "null")
 """Values that ask for nothing, whatever the setting."""
@@ -44,6 +48,17 @@ class VerlDraft(Draft):
         if given.values in [(idle,) for idle in IDLE]:
             return SAYS_ALWAYS[0] in self.program.flags[name].idle  # which is on here, whatever is asked
         return super().asks(name)
+
+    def one_of(self, name: str, values: Sequence[str]) -> str:
+        """Returns the value of a setting that has one of some values.
+
+        Raises:
+            ConfigurationError: it has another one.
+        """
+        value = str(self.value(name))
+        if value not in values:
+            raise ConfigurationError(f"{name} is {value}, but there are {', '.join(values)}: change it.")
+        return value
 
     def positive(self, name: str) -> int:
         """Returns a number that others are divided by or multiplied with.
@@ -95,7 +110,7 @@ class RLDraft(VerlDraft):
         """How rollouts and updates share time: `sync`, `colocate_async`, `separate_async`, or the name of a program of
         its own."""
         own = self.module in (ONE_STEP_OFF, FULLY_ASYNC)
-        return self.module if own else str(self.value("trainer.v1.trainer_mode", "sync"))
+        return self.module if own else self.one_of("trainer.v1.trainer_mode", MODES)
 
     @property
     def overlaps(self) -> bool:

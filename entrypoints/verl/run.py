@@ -3,10 +3,11 @@
 import re
 
 from rollgrad.application.settings.sections.logger import TRACKERS
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.names.names_of_verl_seldom_set import ACTOR, REF, ROLLOUT
 from rollgrad.entrypoints.verl.draft import RLDraft, VerlDraft
 from rollgrad.entrypoints.verl.overlap import translate_overlap
-from rollgrad.entrypoints.verl.words import FULLY_ASYNC, plain
+from rollgrad.entrypoints.verl.words import FULLY_ASYNC, RECIPE, plain
 
 REWARD_TIMEOUT = 180.0
 """Seconds that a reward model may take, for which verl waits without end."""
@@ -18,7 +19,13 @@ RESULTS = ("max_tool_response_length", "tool_response_truncate_side")
 VERLS_RESULT, SHORTEST_RESULT = 256, 100
 """Characters of a tool's result that verl shows by default, and the fewest that are shown here."""
 
+RESUMES = {"auto": "auto", "disable": "never", "resume_path": "always"}
+"""verl's ways of continuing a run, and ours."""
+
 OVERLONG = "reward_model.overlong_buffer"
+MANAGERS = ("reward_model.reward_manager", "reward.reward_manager.name")
+WITHOUT_PENALTIES = ("naive", "prime", "batch")
+"""Reward managers of verl's that know no penalty of length."""
 TEMPLATE = "data.apply_chat_template_kwargs."
 TURNS = f"{ROLLOUT}.multi_turn"
 
@@ -194,6 +201,10 @@ def _reward(draft: RLDraft) -> None:
             "without custom_reward_function.path the verifier math judges, in verl what it has for the row's "
             "data_source: set reward.function_path to a function of your own, or of verl's reward_score"
         )
+    if function is None:
+        draft.lose(
+            "custom_reward_function.name", "there is no function without custom_reward_function.path, in verl neither"
+        )
     if function is not None and draft.has_reward_model:
         draft.lose(
             "reward_model.enable", "custom_reward_function.path judges alone: a sum of both needs --reward.weights"
@@ -206,6 +217,16 @@ def _reward(draft: RLDraft) -> None:
                 f"{OVERLONG}.{key}", "there is no length penalty without overlong_buffer.enable, in verl neither"
             )
         return
+    if draft.value(f"{OVERLONG}.len") is None:
+        raise ConfigurationError(
+            f"{draft.options[f'{OVERLONG}.enable']} needs a number of tokens: add {OVERLONG}.len=4096, say."
+        )
+    managers = [draft.value(name)[-1] for name in MANAGERS if name in draft.options]
+    manager = managers[-1] if managers else "dapo" if draft.module == RECIPE else "naive"
+    if manager in WITHOUT_PENALTIES:
+        draft.change(
+            f"{OVERLONG}.enable", f"counts, in verl with the reward manager dapo alone, which here is {manager}"
+        )
     draft.set("reward.overlong_buffer_len", draft.value(f"{OVERLONG}.len"))
     draft.set("reward.overlong_penalty_factor", draft.value(f"{OVERLONG}.penalty_factor"))
 
@@ -260,8 +281,7 @@ def translate_files(draft: VerlDraft) -> None:
     frequency = period(draft, "trainer.save_freq")
     for key in ("save_steps", "state_steps"):
         draft.set(f"ckpt.{key}", frequency)
-    mode = draft.value("trainer.resume_mode")
-    draft.set("ckpt.resume", {"disable": "never", "resume_path": "always"}.get(str(mode), "auto"))
+    draft.set("ckpt.resume", RESUMES[draft.one_of("trainer.resume_mode", tuple(RESUMES))])
     if draft.asks("trainer.resume_from_path"):
         draft.lose("trainer.resume_from_path", f"a run continues in its own directory, {place}")
     for name in ("trainer.max_actor_ckpt_to_keep", "trainer.max_ckpt_to_keep"):

@@ -584,6 +584,24 @@ def test_the_length_penalty_by_its_other_names(kwargs: str) -> None:
     assert holds(found, {"reward.overlong_buffer_len": 64, "reward.overlong_penalty_factor": 0.5})
 
 
+def test_the_length_penalty_of_another_reward_manager_is_told() -> None:
+    penalty = tuple(f"reward_model.overlong_buffer.{word}" for word in ("enable=True", "len=64"))
+    told = "counts, in verl with the reward manager dapo alone"
+    assert f"{told}, which here is naive" in notes(*penalty)
+    assert told in notes(*penalty, "reward.reward_manager.name=prime")
+    assert told not in notes(*penalty, "reward_model.reward_manager=dapo")
+    recipe = translate_command(["python3", "-m", "recipe.dapo.main_dapo", *LEAST, *penalty])
+    assert told not in "\n".join(recipe.notes)
+
+
+def test_what_verl_would_not_read_is_told() -> None:
+    assert "name=f: there is no function without custom_reward_function.path" in notes("custom_reward_function.name=f")
+    for size in ("tensor_model_parallel_size", "expert_model_parallel_size"):
+        assert f"{size}=2: verl reads it with Megatron only" in notes(f"{ACTOR}.megatron.{size}=2")
+    assert "model_engine=torchtitan: FSDP2 divides the models" in notes("model_engine=torchtitan")
+    assert notes("model_engine=dp") == notes()
+
+
 # Supervised fine-tuning.
 
 
@@ -726,6 +744,14 @@ def test_a_file_of_settings_is_read_and_overrides_win(tmp_path: Path) -> None:
         ([f"{ACTOR}.policy_loss.loss_mode=mine"], "loss_mode is mine"),
         (["algorithm.rollout_correction.rollout_rs=token_k1,seq_max_k3"], "has no counterpart: write algo.correction"),
         ([f"{ACTOR}.loss_agg_mode=mine"], "loss_agg_mode is mine"),
+        ([f"{ACTOR}.router_replay.mode=R4"], "router_replay.mode is R4, but there are disabled, R2, R3: change it."),
+        (["trainer.resume_mode=never"], "trainer.resume_mode is never, but there are auto, disable, resume_path"),
+        (["trainer.v1.trainer_mode=async"], "trainer_mode is async, but there are sync, colocate_async"),
+        (
+            ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=mine"],
+            "kl_ctrl.type is mine, but there are fixed",
+        ),
+        (["reward_model.overlong_buffer.enable=True"], "add reward_model.overlong_buffer.len=4096, say"),
         ([f"{ROLLOUT}.tensor_model_parallel_size=3"], "which do not divide the 8 that engines have"),
         (["python3", "-m", "verl.trainer.main_eval", "data.path=x"], "write rollgrad score"),
         (["python3", "-m", "verl.trainer.main_generation", "data.path=x"], "write rollgrad generate"),
