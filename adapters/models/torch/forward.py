@@ -150,10 +150,10 @@ class PackedLM(nn.Module):
     tokens under softmax(logits / temperature), float32; `forward(batch, True)` also (tokens_E, probabilities_E,
     squares) of its routers, as `expert_balance.routed` computes them. With `correct` there are more columns of action
     tokens: 1 where the token is the most likely one, else 0; with `mean` beside it the mean log-prob over the
-    vocabulary, and with `collision` the collision entropy. With a `teacher` the columns are those of
-    `distilled_logprobs`. With `outcomes`, two token ids, they are those of `OutcomeScorer` after each action token. The
-    last are, with `centering`, those of `CentredScores`, where they are learned from and the batch has the sampler's
-    most likely tokens. `forward(batch, False, k)` returns what `likely_tokens` does, and nothing else.
+    vocabulary, and with `collision` the collision entropy, but in updates on rollouts. With a `teacher` the columns are
+    those of `distilled_logprobs`. With `outcomes`, two token ids, they are those of `OutcomeScorer` after each action
+    token. The last are, with `centering`, those of `CentredScores`, where they are learned from and the batch has the
+    sampler's most likely tokens. `forward(batch, False, k)` returns what `likely_tokens` does, and nothing else.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """
@@ -195,7 +195,10 @@ class PackedLM(nn.Module):
         device = rows.hidden_BH.device
         allowed = allowed_tokens(self.model, batch, rows.places_B, device)
         centred = sampler_head(batch, rows.places_B, device) if torch.is_grad_enabled() else None
-        columns_B = self.scorer(rows.hidden_BH, rows.targets_B, *taught, allowed=allowed, sampler=centred)
+        read = not (torch.is_grad_enabled() and isinstance(batch, RolloutBatch))  # advantages are known by then
+        columns_B = self.scorer(
+            rows.hidden_BH, rows.targets_B, *taught, allowed=allowed, sampler=centred, collision=read
+        )
         return *self.group.gathered(rows.actions_B, rows.count, *columns_B), *rows.routing
 
     def teaches(self, batch: PackedBatch) -> bool:

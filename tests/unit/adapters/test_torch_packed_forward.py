@@ -12,7 +12,9 @@ from rollgrad.adapters.models.torch.layers import attention_buckets
 from rollgrad.adapters.models.torch.layers.attention import install_attention
 from rollgrad.adapters.models.torch.layers.layout import build_layout
 from rollgrad.adapters.models.torch.references import TorchReference
-from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.batches.examples import pack_demonstrations
+from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
+from rollgrad.domain.episodes.examples import Demonstration, WeightedTokens
 from rollgrad.testing.agent_executor import make_trajectory
 
 VOCABULARY = 97
@@ -231,3 +233,21 @@ def test_a_window_is_felt() -> None:
     model.config.sliding_window = None
     unlimited, _ = one_by_one(model, batch)
     assert (windowed - unlimited).abs().max() > 1e-2
+
+
+def test_updates_on_rollouts_find_no_collision_entropies() -> None:
+    """Those of the policy before the update are read; preference pairs are weighed by those of the update itself."""
+    model, batch = built(llama), random_batch()
+    install_attention(model)
+    packed = PackedLM(model, correct=True, mean=False, collision=True)
+    assert isinstance(batch, RolloutBatch)
+    updated = packed(batch)
+    with torch.no_grad():
+        *scored, collision_A = packed(batch)
+    assert len(updated) == len(scored) == 3
+    assert bool((collision_A > 0).all())
+    reply = WeightedTokens(
+        token_ids_T=torch.tensor([1, 2, 3]), weights_T=torch.tensor([0.0, 0.0, 1.0]), prompt_length=2
+    )
+    examples = pack_demonstrations([Demonstration(branches=(reply,), row=0)])
+    assert len(packed(examples)) == 4

@@ -58,10 +58,12 @@ class Scorer(nn.Module):
         *,
         allowed: AllowedTokens | None = None,
         sampler: SamplerHead | None = None,
+        collision: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Returns (logprobs_A, entropy_A), and correct_A, mean_A and collision_A if they were asked for; with a
-        `teacher` the columns of `distilled_logprobs`. Where only some tokens were `allowed`, the first two are of
-        these. The last ones are those of `CentredScores`, if the scores are centred and the `sampler` is known."""
+        """Returns (logprobs_A, entropy_A), and correct_A, mean_A and, unless it is left out here, collision_A if they
+        were asked for; with a `teacher` the columns of `distilled_logprobs`. Where only some tokens were `allowed`, the
+        first two are of these. The last ones are those of `CentredScores`, if the scores are centred and the `sampler`
+        is known."""
         head = self.head
         if teacher is not None and settings is not None:
             return distilled_logprobs(
@@ -86,7 +88,7 @@ class Scorer(nn.Module):
             self._form,
             correct=self._correct,
             mean=self._mean,
-            collision=self._collision,
+            collision=self._collision and collision,
             allowed=allowed,
             also_AK=None if centering is None or sampler is None else sampler.ids_AK,
         )
