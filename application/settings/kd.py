@@ -149,7 +149,7 @@ def _span_problems(run: KDRun) -> Iterator[str]:
         (run.data.stream, "data.stream", "asks the teacher of all examples before the first step"),
         (run.data.image_key is not None, "data.image_key", "compares text alone"),
         (
-            run.data.format is ExampleFormat.TOKENS,
+            run.data.format in (ExampleFormat.TOKENS, ExampleFormat.REPLIES),
             "data.format",
             "has each model read the rows by its own tokenizer, and these are tokens of one",
         ),

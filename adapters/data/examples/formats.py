@@ -115,6 +115,20 @@ def _padded_tokens(row: Mapping[str, Any], settings: ReadingSettings) -> Pretoke
     return Pretokenised(token_ids=token_ids, weights=weights)
 
 
+def _replies(row: Mapping[str, Any], settings: ReadingSettings) -> Sample:
+    """A reply with its own tokens, as it was sampled: one that was cut off has no end."""
+    if row.get("completion") is None:
+        raise RowError(Reason.EMPTY, f"The reply could not be sampled: {row.get('failure') or 'completion is null'}")
+    prompt, tokens = (_integers(column_value(row, name), name) for name in ("prompt_tokens", "tokens"))
+    trained = 1.0 if settings.train_on is TrainOn.ALL else 0.0
+    return Pretokenised(
+        token_ids=(*prompt, *tokens),
+        weights=(trained,) * len(prompt) + (1.0,) * len(tokens),
+        reply=len(prompt),
+        says=text_of(row["completion"], "completion"),
+    )
+
+
 def _integers(value: Any, column: str, *, booleans: bool = False) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise broken(f"{column} holds {shown(value)}, which is no list of numbers.")
@@ -363,6 +377,7 @@ def _weights(messages: Sequence[Message], train_on: TrainOn, context: int | None
 
 READERS: Mapping[ExampleFormat, Callable[[Mapping[str, Any], ReadingSettings], Sample]] = {
     ExampleFormat.TOKENS: _tokens,
+    ExampleFormat.REPLIES: _replies,
     ExampleFormat.MESSAGES: _messages,
     ExampleFormat.SHAREGPT: _sharegpt,
     ExampleFormat.COMPLETION: _completion,

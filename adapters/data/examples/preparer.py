@@ -156,7 +156,12 @@ class Preparer:
     def _given(self, sample: Pretokenised) -> TrainingTokens:
         wrong = next((token for token in sample.token_ids if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
-            raise broken(f"input_ids has {wrong}, but the tokenizer's tokens are 0 to {self._vocabulary - 1}.")
+            raise broken(f"The row has the token {wrong}, but the tokenizer's tokens are 0 to {self._vocabulary - 1}.")
+        if sample.says is not None and self._codec.decode(sample.token_ids[sample.reply :]) != sample.says:
+            raise broken(
+                "Its tokens are not those of its completion: a model with another tokenizer sampled it; learn from its "
+                "text, with --data.input_key messages --data.output_key completion."
+            )
         weights = (0.0, *sample.weights[1:])  # nothing predicts the first token
         if not any(weights):
             raise RowError(Reason.UNTRAINED, "None of input_ids is trained.")

@@ -16,6 +16,7 @@ from rollgrad.domain.errors import DataError
 
 COLUMNS: Mapping[ExampleFormat, tuple[str, ...]] = {
     ExampleFormat.TOKENS: ("input_ids",),
+    ExampleFormat.REPLIES: ("prompt_tokens", "tokens", "completion"),
     ExampleFormat.MESSAGES: ("messages",),
     ExampleFormat.SHAREGPT: ("conversations",),
     ExampleFormat.COMPLETION: ("prompt", "completion"),
@@ -74,7 +75,8 @@ def find_format(
     Args:
         columns: of its rows.
         name: of the dataset, for errors.
-        settings: a format and columns that are set win.
+        settings: a format and columns that are set win; of the columns those that are there where the others are of
+            a sampled reply, for they name the columns of data beside it.
         labels: what the first rows have in the column `label`.
 
     Raises:
@@ -83,6 +85,9 @@ def find_format(
     present = set(columns)
     if settings.format is ExampleFormat.STEPS:
         return _steps_format(present, name, settings)
+    sampled = settings.format is ExampleFormat.AUTO and present.issuperset(COLUMNS[ExampleFormat.REPLIES])
+    if sampled and not (settings.input_key and _is_there(settings.input_key, present)):
+        return ExampleFormat.REPLIES
     _check_named(present, name, settings)
     match settings.format:
         case ExampleFormat.UNPAIRED:

@@ -82,13 +82,15 @@ class PlainText:
 
 @frozen(kw_only=True)
 class Pretokenised:
-    """Tokens and weights as a row has them; and its `images`, each with the tokens, from the first to behind the last,
-    in whose `places` it stands."""
+    """Tokens and weights as a row has them; its `images`, each with the tokens, from the first to behind the last, in
+    whose `places` it stands; and the text that the tokens from place `reply` on `say`, where the row has it."""
 
     token_ids: tuple[int, ...]
     weights: tuple[float, ...]
     images: tuple[Any, ...] = ()
     places: tuple[tuple[int, int], ...] = ()
+    reply: int = 0
+    says: str | None = None
 
 
 @frozen(kw_only=True)

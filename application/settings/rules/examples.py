@@ -149,7 +149,11 @@ def format_problems(data: ExampleDataConfig) -> Iterator[str]:
             f"data.output_key is {data.output_key!r}, but no column with its prompt is named: set --data.input_key, or "
             "leave --data.output_key out."
         )
-    if data.input_key is not None and data.format in (ExampleFormat.TOKENS, ExampleFormat.ALPACA):
+    if data.input_key is not None and data.format in (
+        ExampleFormat.TOKENS,
+        ExampleFormat.REPLIES,
+        ExampleFormat.ALPACA,
+    ):
         yield (
             f"data.input_key is {data.input_key!r}, but data.format {data.format} has columns of its own: leave "
             "--data.input_key or --data.format out."

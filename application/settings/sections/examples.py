@@ -35,6 +35,8 @@ class ExampleFormat(StrEnum):
     """Told by the columns."""
     TOKENS = "tokens"
     """`input_ids`, with `labels` (-100: not trained), `loss_mask`, `completion_mask` or `assistant_masks`."""
+    REPLIES = "replies"
+    """`prompt_tokens`, `tokens` and `completion`: a reply as `rollgrad generate` writes it."""
     MESSAGES = "messages"
     """`messages`: a conversation."""
     SHAREGPT = "sharegpt"
@@ -197,8 +199,9 @@ class ExampleDataConfig(RowsConfig):
 
     format: ExampleFormat = setting(
         ExampleFormat.AUTO,
-        "What a row is: tokens (input_ids with labels or a mask), messages, sharegpt (conversations), "
-        "prompt_completion, alpaca (instruction, input, output) or text; auto tells it by the columns.",
+        "What a row is: tokens (input_ids with labels or a mask), replies (of rollgrad generate), messages, sharegpt "
+        "(conversations), prompt_completion, alpaca (instruction, input, output) or text; auto tells it by the "
+        "columns.",
     )
     input_key: str | None = setting(
         None,

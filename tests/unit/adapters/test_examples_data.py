@@ -135,6 +135,38 @@ def test_each_format_is_known_by_its_columns_and_becomes_tokens(kind: ExampleFor
     assert branch.weights[0] == 0.0
 
 
+def sampled(tokenizer: Any, text: str, **more: Any) -> dict[str, Any]:
+    """A row as `rollgrad generate` writes it."""
+    tokens = tokenizer.encode(text)
+    row = {"prompt": "<user>7 + 3?", "messages": CHAT[:1], "completion": tokenizer.decode(tokens), "label": "10"}
+    return {**row, "prompt_tokens": [1, 5, 6], "tokens": tokens, "stop_reason": "length", **more}
+
+
+def test_sampled_replies_are_trained_as_they_were_sampled_also_beside_data_whose_columns_are_named(
+    tmp_path: Path, tiny_tokenizer: Any
+) -> None:
+    """No template writes them again, one that was cut off does not end, and one that failed is counted."""
+    good = sampled(tiny_tokenizer, "the sum is")
+    failed = {**good, "completion": None, "tokens": [], "failure": "The engine is gone."}
+    replies, named = tmp_path / "replies.jsonl", write(tmp_path / "named.jsonl", {"question": "a", "answer": "b"})
+    write(replies, good, failed, sampled(tiny_tokenizer, "the sum is", completion="something else"))
+    reading = ReadingSettings(input_key="question", output_key="answer")
+    mixture = opened(f"{named},{replies}", reading)
+    assert [part.kind for part in mixture.parts] == [ExampleFormat.COMPLETION, ExampleFormat.REPLIES]
+    found = prepared(opened(replies), tiny_tokenizer)
+    (branch,) = found[0].branches
+    assert branch.token_ids_T.tolist() == [*good["prompt_tokens"], *good["tokens"]]
+    assert branch.trained_length == len(good["tokens"])
+    assert {reason: drop.count for reason, drop in found.report.dropped.items()} == {Reason.EMPTY: 1, Reason.BROKEN: 1}
+    assert "The engine is gone." in found.report.dropped[Reason.EMPTY].example
+    assert "a model with another tokenizer sampled it" in found.report.dropped[Reason.BROKEN].example
+    whole = PreparationSettings(reading=evolve(READING, train_on=TrainOn.ALL))
+    (branch,) = Preparer(tiny_tokenizer, whole).prepare(good, ExampleFormat.REPLIES).branches
+    assert branch.weights == (0.0, *(1.0,) * (len(branch.token_ids) - 1))
+    texts = ReadingSettings(input_key="messages", output_key="completion")  # whose own columns are there
+    assert find_format(list(good), "set", texts) is ExampleFormat.COMPLETION
+
+
 SAID: Mapping[ExampleFormat, Mapping[str, Any]] = {
     **{kind: row for kind, row in ROWS.items() if kind not in (ExampleFormat.TOKENS, ExampleFormat.TEXT)},
     ExampleFormat.PAIRS: PAIR,
