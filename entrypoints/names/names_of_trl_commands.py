@@ -62,7 +62,9 @@ COMMON: Mapping[str, Flag] = {
     "streaming": Flag(SWITCH, reason="commands that sample read all prompts before the first step"),
     "ignore_bias_buffers": Flag(SWITCH, reason="gradients are summed without DDP's buffers"),
     "datasets": Flag(WORDS, reason="name several with commas between in --dataset_name", idle=NOTHING),
-    "test_split_size": Flag(NUMBER, reason="name a held-out split or file: --dataset_test_split", idle=NOTHING),
+    "test_split_size": Flag(
+        NUMBER, reason="write --dataset_train_split 'train[:90%]' and --dataset_test_split 'train[90%:]'", idle=NOTHING
+    ),
     # Training
     "learning_rate": Flag(NUMBER, "actor.adam.lr"),
     "lr_scheduler_type": Flag(TEXT, default="linear"),

@@ -141,9 +141,11 @@ def test_a_stream_goes_on_exactly_where_it_was_interrupted(
     assert first["first_rows"]
     config = settings(tiny_model_dir, conversations, tmp_path / "refused", batch_tokens=100)
     config.data.stream, config.data.max_samples, config.data.num_workers = True, 3, 2
+    config.data.split = "train[:50%]"
     with pytest.raises(ConfigurationError) as caught:
         rollgrad.train_sft(config)
-    for flag in ("--train.max_steps", "--train.batch_tokens", "--data.max_samples", "--data.num_workers"):
+    flags = ("--train.max_steps", "--train.batch_tokens", "--data.max_samples", "--data.num_workers", "--data.split")
+    for flag in flags:
         assert flag in str(caught.value)
 
 

@@ -29,10 +29,11 @@ from rollgrad.adapters.data.datasets.files import (
     split_configuration,
     stem,
 )
-from rollgrad.adapters.data.datasets.several import aligned, check_probs, distinct_names, mixed, shares
+from rollgrad.adapters.data.datasets.several import aligned, check_probs, distinct_names, mixed, shares, sliced
 from rollgrad.adapters.data.datasets.text_files import broken_line, check_json_rows, read_csv, whole_numbers
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import DataError
+from rollgrad.domain.splits import parse_split
 
 if TYPE_CHECKING:
     import datasets
@@ -67,11 +68,11 @@ def load_dataset(
     """Returns the rows of one or several comma-separated datasets, each row with its `datasource`.
 
     A dataset is a file (`FILE_FORMATS`), a pattern of files, a folder, or a hub name. Folders and hub names may be
-    followed by `:configuration`, and hub names by `@data_dir`. verl's column `data_source` names the origin.
-    `split` is read if it exists, else the only split of a dataset that has one. With `probs` rows are drawn from the
-    datasets with these probabilities until each has been read to its end (`seed` fixes the draws); without it datasets
-    follow one another. `max_samples` keeps the first rows of the result, with `evenly` as many of each dataset as of
-    the others. `builder` finds the columns of prompts and labels, which may be called otherwise in each dataset.
+    followed by `:configuration`, and hub names by `@data_dir`. verl's column `data_source` names the origin. `split` is
+    read if it exists, else the only one of a dataset that has one; a slice is one of each dataset. With `probs` rows
+    are drawn from the datasets with these probabilities until each has been read to its end (`seed` fixes the draws);
+    without it datasets follow one another. `max_samples` keeps the first rows, with `evenly` as many of each dataset
+    as of the others. `builder` finds the columns of prompts and labels, which may be called otherwise in each dataset.
 
     Raises:
         DataError: a dataset is missing, malformed, empty or out of reach, or `probs` does not fit.
@@ -86,11 +87,12 @@ def load_dataset(
         check_probs(probs, names)
     for name in names:
         check_name(name)
-    parts = []
+    parts, chosen = [], parse_split(split)
     called = distinct_names(names, [origin(name) for name in names])
     for name, origin_name in zip(names, called, strict=True):
         with foreign_code(lambda words, name=name: DataError(f"The dataset {name[:200]} cannot be used: {words}")):  # type: ignore[misc]
-            parts.append(_with_datasource(_read(name, split, split_flag), origin_name))
+            rows = sliced(_read(name, chosen.name, split_flag), chosen, name, split_flag)
+            parts.append(_with_datasource(rows, origin_name))
     if len(parts) > 1 and builder is not None:
         parts = aligned(parts, called, builder.columns(parts[0][0], called[0]), builder.found)
     if len(parts) > 1 and evenly:
@@ -374,10 +376,8 @@ def _choose_split(loaded: Any, name: str, split: str, split_flag: str) -> "datas
 
     if isinstance(loaded, datasets.Dataset):
         return loaded
-    if split in loaded:
-        return loaded[split]
-    if len(loaded) == 1:
-        return next(iter(loaded.values()))
+    if split in loaded or len(loaded) == 1:
+        return loaded.get(split, next(iter(loaded.values())))
     raise DataError(
         f"The dataset {name} has no split {split!r}: set {split_flag} (or --eval.split) to one of {', '.join(loaded)}."
     )

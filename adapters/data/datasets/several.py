@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollgrad.adapters.data.datasets.columns import Columns, value_at
 from rollgrad.domain.errors import DataError
+from rollgrad.domain.splits import Split
 
 if TYPE_CHECKING:
     import datasets
@@ -187,3 +188,12 @@ def _with_columns(part: "datasets.Dataset", wanted: Columns, own: Columns) -> "d
         read = part.select_columns([source if source in part.column_names else source.partition(".")[0]])
         part = part.add_column(name, [value_at(row, source) for row in read])
     return part
+
+
+def sliced(rows: "datasets.Dataset", chosen: Split, name: str, split_flag: str) -> "datasets.Dataset":
+    """Returns the rows of the dataset `name` that a split asks for; `split_flag` sets it.
+
+    Raises:
+        DataError: there are none.
+    """
+    return rows.select(chosen.rows(len(rows), name, split_flag)) if chosen.sliced else rows

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from rollgrad.adapters.data.datasets.files import data_files, split_configuration
+from rollgrad.domain.splits import parse_split
 
 
 def local_hash(name: str, split: str) -> str | None:
@@ -19,6 +20,8 @@ def local_hash(name: str, split: str) -> str | None:
     files = data_files(name)
     if files is not None:
         hashes = [_file_hash(file) for file in files]
+        if parse_split(split).sliced:
+            hashes.append(split)
         return hashes[0] if len(hashes) == 1 else hashlib.sha256(" ".join(hashes).encode()).hexdigest()
     if not path.is_dir():
         place, configuration = split_configuration(name)

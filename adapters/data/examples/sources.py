@@ -39,6 +39,7 @@ from rollgrad.adapters.data.examples.rows import Rows, broken, decoded
 from rollgrad.adapters.data.examples.unread import unread_columns
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.errors import DataError
+from rollgrad.domain.splits import Split, parse_split
 
 LOOKED_AT = 100
 """Rows whose columns tell the format."""
@@ -113,13 +114,13 @@ class Mixture:
 
 
 class JsonLines:
-    """Rows of files of JSON lines, each read when it is asked for.
+    """Rows of files of JSON lines, or a slice of them that `split` asks for, each read when it is asked for.
 
     Raises:
         DataError: a file cannot be read, or none has rows.
     """
 
-    def __init__(self, name: str, paths: Sequence[Path]) -> None:
+    def __init__(self, name: str, paths: Sequence[Path], split: Split) -> None:
         self._paths = paths
         self._unpacked: dict[int, BinaryIO] = {}
         self._rows: list[tuple[int, int, int, int]] = []  # file, number of the line, first byte, bytes
@@ -142,6 +143,10 @@ class JsonLines:
                 self._unpacked[file] = copy
         if not self._rows:
             raise DataError(f"The dataset {name} has no rows: at least one is needed.")
+        if split.sliced:
+            chosen = split.rows(len(self._rows), name, "--data.split")
+            content.update(repr(chosen).encode())
+            self._rows = self._rows[chosen.start : chosen.stop]
         self.fingerprint = content.hexdigest()
 
     def __len__(self) -> int:
@@ -302,7 +307,7 @@ def _open(name: str, split: str, settings: ReadingSettings, cache_dir: Path | No
     rows: Rows
     if files is not None and are_json_lines(files):
         note_files(name, files)
-        lines = JsonLines(name, files)
+        lines = JsonLines(name, files, parse_split(split))
         rows, fingerprint = lines, lines.fingerprint
     else:
         dataset = load_dataset(name, split=split, probs=None, seed=0, max_samples=None, split_flag="--data.split")

@@ -34,6 +34,7 @@ from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedTrainConfig
 from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.domain.splits import parse_split
 
 Offline = TypeVar("Offline", bound=OfflineRun)
 
@@ -120,6 +121,11 @@ def stream_problems(run: OfflineRun) -> Iterator[str]:
         yield "data.stream is on, but rows that are streamed have no known number: set --train.max_steps."
     if len(dataset_names(data.dataset)) > 1:
         yield f"data.stream is on, but data.dataset names several: {data.dataset}: give one to --data.dataset."
+    if parse_split(data.split).sliced:
+        yield (
+            f"data.stream is on, but data.split is {data.split}, a slice of rows whose number is not known: leave the "
+            "brackets of --data.split out."
+        )
     if data.max_samples is not None:
         yield (
             f"data.stream is on, but data.max_samples is {data.max_samples}: leave --data.max_samples out, and set "

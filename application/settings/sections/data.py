@@ -6,6 +6,7 @@ from attrs import define
 
 from rollgrad.application.settings.sections.images import WITH_IMAGES, FetchImages, fetch_setting
 from rollgrad.domain.settings import COUNT, INTERVAL, Condition, Range, setting
+from rollgrad.domain.splits import SPLIT, SPLIT_HELP
 
 
 class Overlong(StrEnum):
@@ -44,7 +45,7 @@ class DataConfig:
     prompt_probs: tuple[float, ...] | None = setting(
         None, "Mixing probabilities, one for each dataset; default: concatenate."
     )
-    prompt_split: str = setting("train", "Split to read.")
+    prompt_split: str = setting("train", SPLIT_HELP, SPLIT)
     input_key: str | None = setting(
         None,
         "Column with the prompt: text, or a list of chat messages; a dot leads into a nested column. Default: "

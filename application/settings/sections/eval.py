@@ -3,6 +3,7 @@
 from attrs import define
 
 from rollgrad.domain.settings import COUNT, NOT_NEGATIVE, PERIOD, SOME_SHARE, Condition, setting
+from rollgrad.domain.splits import SPLIT, SPLIT_HELP
 
 SAMPLED = Condition(
     lambda here, run: here.temperature > 0, "{at}temperature is 0, which is greedy", "set --{at}temperature above 0"
@@ -16,7 +17,7 @@ class EvalConfig:
     dataset: str | None = setting(
         None, "Held-out prompts, in the same forms as data.prompt_dataset; none turns evaluation off."
     )
-    split: str = setting("test", "Split to read.")
+    split: str = setting("test", SPLIT_HELP, SPLIT)
     steps: int = setting(-1, "Steps between evaluations; -1 evaluates only at the start and the end.", PERIOD)
     temperature: float = setting(0.0, "Sampling temperature; 0 is greedy.", NOT_NEGATIVE)
     top_p: float = setting(1.0, "Nucleus mass; 1 is the full distribution.", SOME_SHARE, only_if=SAMPLED)

@@ -26,6 +26,7 @@ from rollgrad.domain.settings import (
     section,
     setting,
 )
+from rollgrad.domain.splits import SPLIT, SPLIT_HELP
 
 
 class ExampleFormat(StrEnum):
@@ -130,7 +131,7 @@ class RowsConfig:
         "where it has several); several separated by commas. Required.",
     )
     probs: tuple[float, ...] | None = setting(None, "Mixing probabilities, one for each dataset; default: concatenate.")
-    split: str = setting("train", "Split to read.")
+    split: str = setting("train", SPLIT_HELP, SPLIT)
     max_tokens: int = setting(
         4096,
         "Longest example, in tokens; of a conversation whose template rewrites the history, longest branch.",
@@ -315,7 +316,7 @@ class ExampleEvalConfig:
         "Held-out examples, in the same forms as data.dataset; several separated by commas are measured together and, "
         "up to 64, each. None turns evaluation off.",
     )
-    split: str = setting("test", "Split to read.")
+    split: str = setting("test", SPLIT_HELP, SPLIT)
     steps: int = setting(-1, "Steps between evaluations; -1 evaluates only at the start and the end.", PERIOD)
     max_samples: int | None = setting(
         None, "Evaluate at most this many examples, of several datasets about as many of each.", COUNT

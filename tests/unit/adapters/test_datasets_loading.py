@@ -169,6 +169,21 @@ def test_the_split_asked_for_is_read(tmp_path: Path) -> None:
         load(tmp_path / "d", split="dev")
 
 
+def test_a_slice_of_a_split_is_one_of_each_dataset(tmp_path: Path) -> None:
+    """Also of files, which are one split; before, all rows were read in silence."""
+    from datasets import DatasetDict
+
+    DatasetDict({"train": table(ROWS), "test": table(ROWS[:1])}).save_to_disk(str(tmp_path / "d"))
+    lines = jsonl(tmp_path / "a.jsonl", [{"input": str(number)} for number in range(10)])
+    assert load(lines, split="train[:20%]")["input"][:] == ["0", "1"]
+    assert load(lines, split="train[-1:]")["input"][:] == ["9"]
+    assert load(tmp_path / "d", split="train[1:]")["input"][:] == [row["input"] for row in ROWS[1:]]
+    both = load(f"{lines},{tmp_path / 'd'}", split="train[:1]")
+    assert both["input"][:] == ["0", ROWS[0]["input"]]
+    with pytest.raises(DataError, match=r"The slice \[3:\] of a split has none of the 3 rows of .*d: change --data"):
+        load(tmp_path / "d", split="train[3:]")
+
+
 def test_datasets_follow_one_another_without_probabilities(tmp_path: Path) -> None:
     one, two = jsonl(tmp_path / "one.jsonl"), jsonl(tmp_path / "two.jsonl", ROWS[:2])
     rows = load(f"{one}, {two}", max_samples=4)

@@ -66,6 +66,25 @@ def prepared(
 # Files
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_a_slice_of_a_split_is_those_rows_and_other_data(kind: str, tmp_path: Path) -> None:
+    """What was prepared of one slice is not found for another."""
+    path = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        write(path, *({"text": str(number)} for number in range(10)))
+    else:
+        path.write_text("text\n" + "".join(f"{number}\n" for number in range(10)))
+    parts = {split: opened(path, split=split) for split in ("train", "train[:80%]", "train[80%:]", "train[-3:-1]")}
+    texts = {split: [part.parts[0].rows[row]["text"] for row in range(len(part))] for split, part in parts.items()}
+    assert [*map(int, texts["train[:80%]"] + texts["train[80%:]"])] == [*range(10)]
+    assert [*map(int, texts["train[-3:-1]"])] == [7, 8]
+    assert len({part.fingerprint for part in parts.values()}) == len(parts)
+    if kind == "jsonl":
+        assert parts["train[80%:]"].parts[0].place(0) == f"{path}:9"
+    with pytest.raises(DataError, match=r"slice \[10:\] of a split has none of the 10 rows of .*: change --data.split"):
+        opened(path, split="train[10:]")
+
+
 def test_a_pattern_of_compressed_lines_is_read_row_by_row(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "third"}\n\n{"text": 4}'))
     write(tmp_path / "a.jsonl", {"text": "first"}, b"broken", {"text": "second"})
