@@ -1,6 +1,7 @@
 """Every recipe, loss, correction and shaping runs from the command line, and does what it says."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -280,7 +281,7 @@ def test_a_reference_moves_toward_the_policy(workspace: Path, adapters: str, est
 
 def test_a_teacher_reads_what_the_policy_does_not(workspace: Path, tiny_model_dir: Path) -> None:
     """Advantages are the log-ratios that transformers computes: of a reply after what the teacher reads, and after the
-    prompt. The whole divergence is of the same two, and falls."""
+    prompt. The whole divergence, and the norm of its gradient, are of the same two, and it falls."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rows = [json.loads(line) | {"source": "the book"} for line in Path("prompts.jsonl").read_text().splitlines()]
@@ -296,8 +297,7 @@ def test_a_teacher_reads_what_the_policy_does_not(workspace: Path, tiny_model_di
         messages = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text, add_special_tokens=False).input_ids
-        with torch.no_grad():
-            logits: Tensor = model(torch.tensor([[*prompt, *reply]])).logits
+        logits: Tensor = model(torch.tensor([[*prompt, *reply]])).logits
         return logits[0, len(prompt) - 1 : -1].log_softmax(1)
 
     kept = read_trajectories(Path("out/trajectories/step-000001.parquet")).to_pylist()
@@ -307,15 +307,19 @@ def test_a_teacher_reads_what_the_policy_does_not(workspace: Path, tiny_model_di
         first = row["prompt_tokens"]
         reply, question = row["token"][first:], json.loads(row["messages"])[0]["content"]
         policy.append(logprobs(question, reply))
-        teacher.append(logprobs(f"{question}\nIt is {row['label']}, as the book says.", reply))
-        expected = (teacher[-1] - policy[-1]).gather(1, torch.tensor(reply)[:, None])[:, 0]
+        teacher.append(logprobs(f"{question}\nIt is {row['label']}, as the book says.", reply).detach())
+        expected = (teacher[-1] - policy[-1].detach()).gather(1, torch.tensor(reply)[:, None])[:, 0]
         found = torch.tensor(row["token_advantage"][first:], dtype=torch.float64)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
     full = "--algo.kl.use_loss --algo.kl.estimator full"
     for beta, (p, q) in ((0, (torch.cat(teacher), torch.cat(policy))), (1, (torch.cat(policy), torch.cat(teacher)))):
+        divergence = (p.exp() * (p - q)).sum(1).mean()
+        gradients = torch.autograd.grad(divergence, list(model.parameters()), retain_graph=True)
+        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
         for predicted in ("", "--algo.kl.top_k 100000"):
             (row,) = train(flags, full, f"--algo.kl.beta {beta} --train.max_steps 1", predicted)
-            assert row["policy/ref_kl"] == pytest.approx(float((p.exp() * (p - q)).sum(1).mean()), rel=1e-3)
+            assert row["policy/ref_kl"] == pytest.approx(float(divergence.detach()), rel=1e-3)
+            assert row["policy/grad_norm"] == pytest.approx(norm, rel=1e-3)
     divergences = [row["policy/ref_kl"] for row in train(flags, full, "--train.max_steps 9")]
     assert 0 < max(divergences[-3:]) < 0.7 * min(divergences[:2])
 
