@@ -70,6 +70,10 @@ AS_ACTOR: Mapping[str, str] = {
 }
 """Settings of other models that are the actor's here, and the actor's."""
 
+TEACHING = "distillation"
+TEACHER = f"{TEACHING}.teacher_models.teacher_model.model_path"
+"""Section of what is learned from a teacher, and the setting that names it."""
+
 _KL_CONTROL = "algorithm.kl_ctrl"
 _OVERLONG = (
     *("reward_model.overlong_buffer", "custom_reward_function.overlong_buffer"),
@@ -117,6 +121,30 @@ TOGETHER: Mapping[str, Flag] = {
     f"{ACTOR}.loss_scale_factor": Flag(NUMBER),
     f"{ACTOR}.router_replay.mode": Flag(TEXT, default="disabled"),
     "algorithm.gigpo.step_advantage_w": Flag(NUMBER),
+    # A teacher
+    TEACHING: Flag(WORDS, reason="the teacher is a reference in the actor's processes: --ref.url has a server of it"),
+    f"{TEACHING}.enabled": Flag(SWITCH),
+    TEACHER: Flag(TEXT),
+    f"{TEACHING}.teacher_key": Flag(
+        TEXT, reason="teachers are found by the column datasource or data_source", idle=("data_source",)
+    ),
+    f"{TEACHING}.distillation_loss.loss_mode": Flag(TEXT, default="k3"),
+    f"{TEACHING}.distillation_loss.topk": Flag(INTEGER, default=32),
+    f"{TEACHING}.distillation_loss.use_task_rewards": Flag(SWITCH, default=True),
+    f"{TEACHING}.distillation_loss.use_policy_gradient": Flag(SWITCH, default=False),
+    f"{TEACHING}.distillation_loss.distillation_loss_coef": Flag(NUMBER, default=1.0),
+    f"{TEACHING}.distillation_loss.clip_ratio_low": Flag(NUMBER, default=0.2),
+    f"{TEACHING}.distillation_loss.clip_ratio_high": Flag(NUMBER, default=0.2),
+    f"{TEACHING}.distillation_loss.clip_ratio": Flag(
+        NUMBER, reason="clip_ratio_low and clip_ratio_high say it, in verl too", idle=("0.2",)
+    ),
+    f"{TEACHING}.distillation_loss.policy_loss_mode": Flag(TEXT, reason="the loss is PPO's", idle=("vanilla",)),
+    **{
+        f"{TEACHING}.distillation_loss.{key}_clamp": Flag(
+            NUMBER, reason="log-ratios of sampled tokens are held within 10 nats", idle=idle
+        )
+        for key, idle in {"loss_max": ("10", "10.0"), "log_prob_min": ("-10", "-10.0")}.items()
+    },
     # Optimizers
     f"{ACTOR}.optim.weight_decay": Flag(NUMBER, "actor.adam.weight_decay", default=0.01),
     f"{ACTOR}.optim.betas": Flag(Kind.PAIR, "actor.adam.betas", default=[0.9, 0.999]),
@@ -269,6 +297,7 @@ SAME: Mapping[str, str] = {
         for key in ("enable", "len", "penalty_factor", "log")
     },
     **{f"reward.{name}": name for name in TOGETHER if name.startswith("custom_reward_function.")},
+    f"{TEACHING}.teacher_model.model_path": TEACHER,
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
     "trainer.seed": f"{ROLLOUT}.seed",
     "reward.reward_model.enable": "reward_model.enable",

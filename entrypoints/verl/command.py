@@ -15,6 +15,7 @@ from rollgrad.entrypoints.translation.draft import TranslatedRun
 from rollgrad.entrypoints.verl import words
 from rollgrad.entrypoints.verl.algorithm import translate_algorithm
 from rollgrad.entrypoints.verl.cluster import translate_cluster
+from rollgrad.entrypoints.verl.distillation import translate_distillation
 from rollgrad.entrypoints.verl.draft import RLDraft, read_draft
 from rollgrad.entrypoints.verl.run import translate_run
 from rollgrad.entrypoints.verl.sft import translate_sft
@@ -55,6 +56,7 @@ def _translate_rl(command: Command) -> TranslatedRun:
     for name in dict.fromkeys((*draft.options, *draft.program.flags)):
         draft.follow(name)
     translate_algorithm(draft)
+    translate_distillation(draft)
     translate_run(draft)
     translate_cluster(draft)
     return TranslatedRun("train rl", structure_run(RLConfig, draft.settings), draft.notes)

@@ -9,13 +9,17 @@ from attrs import Factory, define
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS, EstimatorTraits, canonical_estimator
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.names.flags import Program
-from rollgrad.entrypoints.names.names_of_verl_commands import IS, OFFLOADS, RS, SAYS_ALWAYS
+from rollgrad.entrypoints.names.names_of_verl_commands import IS, OFFLOADS, RS, SAYS_ALWAYS, TEACHING
 from rollgrad.entrypoints.names.names_of_verl_seldom_set import ACTOR, REF, ROLLOUT
 from rollgrad.entrypoints.translation.draft import Draft
 from rollgrad.entrypoints.verl.words import FULLY_ASYNC, ONE_STEP_OFF, Command, Override, known, read_overrides
 
 MODES = ("sync", "colocate_async", "separate_async")
 """How verl's trainer shares time between rollouts and updates."""
+
+TAIL = "forward_kl_topk_tail"
+DISTRIBUTIONS = ("forward_kl_topk", TAIL)
+"""verl's losses of a teacher's most likely tokens; `TAIL` counts all others, too."""
 
 IDLE = ("False", "false", "null")
 """Values that ask for nothing, whatever the setting."""
@@ -142,8 +146,30 @@ class RLDraft(VerlDraft):
         )
 
     @property
+    def distils(self) -> bool:
+        """Whether the policy learns from a teacher."""
+        return bool(self.value(f"{TEACHING}.enabled", False))
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether it learns from rewards, too."""
+        return bool(self.value(f"{TEACHING}.distillation_loss.use_task_rewards"))
+
+    @property
+    def by_policy_gradient(self) -> bool:
+        """Whether the teacher's log-ratio is an advantage, not a loss."""
+        return bool(self.value(f"{TEACHING}.distillation_loss.use_policy_gradient"))
+
+    @property
+    def teaches_distributions(self) -> bool:
+        """Whether the loss is of the teacher's most likely tokens, not of the sampled ones."""
+        return not self.by_policy_gradient and self.value(f"{TEACHING}.distillation_loss.loss_mode") in DISTRIBUTIONS
+
+    @property
     def estimator(self) -> str:
         """The advantage estimator, by our name."""
+        if self.distils and not self.rewarded:
+            return "on_policy_distill"
         name = canonical_estimator(str(self.value("algorithm.adv_estimator")))
         return "dr_grpo" if name == "group_norm" and not self.value("algorithm.norm_adv_by_std_in_grpo") else name
 
@@ -160,6 +186,9 @@ class RLDraft(VerlDraft):
     @property
     def kl(self) -> tuple[float, bool]:
         """The weight of KL, of which 0 loads no reference, and whether it is in the loss."""
+        if self.distils:
+            coef = float(self.value(f"{TEACHING}.distillation_loss.distillation_loss_coef") or 0)
+            return (coef, True) if self.rewarded else (1.0, self.teaches_distributions)
         if self.value(f"{ACTOR}.use_kl_loss", False):
             return float(self.value(f"{ACTOR}.kl_loss_coef") or 0), True
         if self.value("algorithm.use_kl_in_reward", False):

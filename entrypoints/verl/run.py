@@ -195,7 +195,7 @@ def _reward(draft: RLDraft) -> None:
     elif draft.has_reward_model:
         draft.set("reward.model_name_or_path", draft.value("reward_model.model.path"))
         draft.set("reward.timeout", REWARD_TIMEOUT)
-    else:
+    elif not draft.distils or draft.rewarded or files(draft, "data.val_files"):
         draft.set("reward.verifier", "math")
         draft.changed.append(
             "without custom_reward_function.path the verifier math judges, in verl what it has for the row's "

@@ -38,6 +38,8 @@ LEAST = ("data.train_files=d.parquet", "actor_rollout_ref.model.path=m", "traine
 SFT_LEAST = ("data.train_files=t.parquet", "trainer.logger=[console]")
 GROUP = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+TEACHING, TEACHER = "distillation.distillation_loss", "distillation.teacher_models.teacher_model.model_path=large"
+TAUGHT = ("distillation.enabled=True", TEACHER)
 
 
 def translated(*overrides: str) -> TranslatedRun:
@@ -327,6 +329,7 @@ UNUSUAL = {
     "algorithm.rollout_correction.rollout_rs": "token",
     "model_engine": "megatron",
     "data.truncation": "left",
+    f"{TEACHING}.loss_mode": "mse",
 }
 """Values that ask for something; of the others a switch is turned on, and off."""
 
@@ -346,6 +349,13 @@ BESIDE = {
     "trainer.v1.trainer_mode": (f"{ROLLOUT}.nnodes=1",),
     "trainer.project_name": (),
     "data.use_dynamic_bsz": ("data.max_token_len_per_gpu=999",),
+    "distillation.enabled": (TEACHER,),
+    "distillation.teacher_models": ("distillation.enabled=True",),
+    "distillation.distillation_loss.topk": (*TAUGHT, f"{TEACHING}.loss_mode=forward_kl_topk"),
+    "distillation.distillation_loss.clip": (
+        *(*TAUGHT, f"{TEACHING}.use_policy_gradient=True", f"{TEACHING}.use_task_rewards=False"),
+    ),
+    "distillation.": TAUGHT,
 }
 """Words that a setting depends on, by the beginning of its name."""
 
@@ -594,6 +604,55 @@ def test_the_length_penalty_of_another_reward_manager_is_told() -> None:
     assert told not in "\n".join(recipe.notes)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"advantage.estimator": "group_norm", "kl.estimator": "k3", "kl.use_loss": True, "kl.init_coef": 1.0}),
+        (("loss_mode=mse", "distillation_loss_coef=0.5"), {"kl.estimator": "k2", "kl.init_coef": 0.5}),
+        (
+            ("use_task_rewards=False", "use_policy_gradient=True", "loss_mode=k1"),
+            {"advantage.estimator": "on_policy_distill", "kl.use_loss": False, "kl.init_coef": 1.0},
+        ),
+        (
+            ("use_task_rewards=False", "loss_mode=mse"),
+            {"advantage.estimator": "on_policy_distill", "kl.use_loss": False, "kl.init_coef": 1.0},
+        ),
+        (
+            ("use_task_rewards=False", "loss_mode=forward_kl_topk", "topk=64"),
+            {"advantage.estimator": "on_policy_distill", "kl.estimator": "full", "kl.beta": 0.0, "kl.top_k": 64},
+        ),
+        (
+            ("use_policy_gradient=True", "loss_mode=k1"),
+            {"advantage.estimator": "group_norm", "kl.estimator": "k2", "kl.use_loss": True},
+        ),
+    ],
+)
+def test_a_teacher(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
+    """With rewards or alone, by policy gradient or as a loss; it is the reference, of which a run has one."""
+    words = (*GROUP, *TAUGHT, *(f"{TEACHING}.{word}" for word in overrides))
+    found = settings(*words)
+    assert found["ref.model_name_or_path"] == "large"
+    assert holds(found, {f"algo.{name}": value for name, value in expected.items()})
+    assert "use_kl_loss=True: a run has one reference" in notes(*words, f"{ACTOR}.use_kl_loss=True")
+
+
+def test_a_teacher_needs_no_reward_and_no_critic() -> None:
+    alone = (*TAUGHT, f"{TEACHING}.use_task_rewards=False", "algorithm.adv_estimator=gae", "critic.optim.lr=1e-5")
+    assert settings(*alone)["reward.verifier"] is None
+    assert settings(*alone, "data.val_files=v")["reward.verifier"] == "math"
+    told = notes(*alone, "distillation.nnodes=1", f"{TEACHING}.loss_max_clamp=10.0", f"{TEACHING}.loss_mode=mse")
+    assert "algorithm.adv_estimator=gae: the teacher alone teaches" in told
+    assert "critic.optim.lr=1e-5: on_policy_distill has no critic" in told
+    assert "distillation.nnodes=1: the teacher is a reference in the actor's processes" in told
+    assert "clamp" not in told
+    assert "gradient of k2" not in told
+    assert "loss_mode k3: the advantage is minus the log-ratio, which is the gradient of k2" in notes(*alone)
+    assert "all other tokens count as one more" in notes(*TAUGHT, f"{TEACHING}.loss_mode=forward_kl_topk")
+    assert "all other tokens" not in notes(*TAUGHT, f"{TEACHING}.loss_mode=forward_kl_topk_tail")
+    assert "the loss k2, which has that gradient" in notes(*TAUGHT, f"{TEACHING}.use_policy_gradient=True")
+    assert "topk=9: there is no teacher without distillation.enabled" in notes(f"{TEACHING}.topk=9")
+
+
 def test_what_verl_would_not_read_is_told() -> None:
     assert "name=f: there is no function without custom_reward_function.path" in notes("custom_reward_function.name=f")
     for size in ("tensor_model_parallel_size", "expert_model_parallel_size"):
@@ -752,6 +811,10 @@ def test_a_file_of_settings_is_read_and_overrides_win(tmp_path: Path) -> None:
             "kl_ctrl.type is mine, but there are fixed",
         ),
         (["reward_model.overlong_buffer.enable=True"], "add reward_model.overlong_buffer.len=4096, say"),
+        (["distillation.enabled=True"], f"there is no teacher: add {TEACHER.removesuffix('large')}MODEL"),
+        ([*TAUGHT, f"{TEACHING}.loss_mode=k1"], "whose gradient does not depend on the teacher, in verl neither"),
+        ([*TAUGHT, f"{TEACHING}.loss_mode=mine"], "loss_mode is mine, but there are k1"),
+        (["distillation.enabled=True", "+distillation.teacher_models.a.key=x"], "--ref.urls KEY http://host:8000"),
         ([f"{ROLLOUT}.tensor_model_parallel_size=3"], "which do not divide the 8 that engines have"),
         (["python3", "-m", "verl.trainer.main_eval", "data.path=x"], "write rollgrad score"),
         (["python3", "-m", "verl.trainer.main_generation", "data.path=x"], "write rollgrad generate"),
