@@ -36,6 +36,9 @@ SCALES = {
 }
 """Estimators by TRL's scale of rewards."""
 
+LEVELS = ("token", "sequence")
+"""TRL's scopes of the loss's ratio."""
+
 OF_CORRECTION = (
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min"),
     *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"),
@@ -131,8 +134,14 @@ def _loss(draft: Draft) -> None:
         raise ConfigurationError(
             f"--scale_rewards is {scale}, but there are group, batch and none: change --scale_rewards."
         )
+    level = draft.value("importance_sampling_level")
+    if level not in LEVELS:
+        raise ConfigurationError(
+            f"--importance_sampling_level is {level}, but there are {' and '.join(LEVELS)}: change "
+            "--importance_sampling_level."
+        )
     loss, aggregation = LOSSES[kind]
-    if draft.value("importance_sampling_level") == "sequence":
+    if level == "sequence":
         if loss != "ppo":
             raise ConfigurationError(
                 f"--importance_sampling_level is sequence, which {loss} has not here: change --loss_type or "

@@ -469,6 +469,8 @@ def test_ratios_of_sequences_are_added_up_as_the_loss_says(loss: str, aggregatio
     assert holds(found, {"actor.policy_loss_type": "gspo", "actor.loss_aggregation": aggregation})
     with pytest.raises(ConfigurationError, match="--importance_sampling_level"):
         translated("grpo", "--importance_sampling_level", "sequence", "--loss_type", "cispo")
+    with pytest.raises(ConfigurationError, match="is sentence, but there are token and sequence"):
+        translated("grpo", "--importance_sampling_level", "sentence")
 
 
 def test_the_divergence_is_the_one_that_trl_weights_with_the_ratio() -> None:
