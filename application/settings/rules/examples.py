@@ -34,7 +34,6 @@ from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.application.settings.sft import SFTRun, SupervisedTrainConfig
 from rollgrad.application.settings.validation import broken_rules
 from rollgrad.domain.errors import ConfigurationError
-from rollgrad.domain.splits import parse_split
 
 Offline = TypeVar("Offline", bound=OfflineRun)
 
@@ -121,7 +120,7 @@ def stream_problems(run: OfflineRun) -> Iterator[str]:
         yield "data.stream is on, but rows that are streamed have no known number: set --train.max_steps."
     if len(dataset_names(data.dataset)) > 1:
         yield f"data.stream is on, but data.dataset names several: {data.dataset}: give one to --data.dataset."
-    if parse_split(data.split).sliced:
+    if "[" in data.split:
         yield (
             f"data.stream is on, but data.split is {data.split}, a slice of rows whose number is not known: leave the "
             "brackets of --data.split out."

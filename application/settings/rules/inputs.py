@@ -102,6 +102,15 @@ def data_problems(config: RLConfig) -> Iterator[str]:
             f"data.size is {data.size}, but no dataset is generated: leave --data.size out, or name a "
             f"{REASONING_GYM}TASK in --data.prompt_dataset."
         )
+    for setting, split, datasets in (
+        ("data.prompt_split", data.prompt_split, names),
+        ("eval.split", config.eval.split, dataset_names(config.eval.dataset or "")),
+    ):
+        if "[" in split and any(map(_is_generated, datasets)):
+            yield (
+                f"{setting} is {split}, but prompts of a reasoning_gym task are generated, as many as data.size says: "
+                f"leave the brackets of --{setting} out."
+            )
     yield from prompt_form_problems(config)
 
 

@@ -111,6 +111,7 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"actor.eps_clip_low_high": (0.2, 0.28), "actor.dual_clip": 3.0},
         {"data.prompt_dataset": GYM, "data.size": 50, "reward.verifier": None, "data.label_key": None},
         {"data.prompt_dataset": "a.jsonl,b.jsonl", "data.prompt_probs": (0.3, 0.7)},
+        {"data.prompt_split": "train[:90%]", "eval.dataset": "a.jsonl", "eval.split": "train[90%:]"},
         {"reward.verifier": Verifier.FORMAT, "reward.format_pattern": "<a>.*</a>", "data.label_key": None},
         {"reward.verifier": Verifier.MATH, "reward.isolation": JudgeIsolation.NONE},
         {"agent.tools": "think, python", "agent.python_isolation": PythonIsolation.NONE},
@@ -335,6 +336,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "--reward.remote_url, --reward.judge_url or --reward.verifier",
     ),
     ({"data.prompt_dataset": f"{GYM},a.jsonl", "reward.verifier": None}, "No reward"),
+    ({"data.prompt_dataset": GYM, "data.prompt_split": "train[:9]"}, "leave the brackets of --data.prompt_split out"),
+    ({"eval.dataset": GYM, "eval.split": "test[:9]"}, "leave the brackets of --eval.split out"),
+    ({"data.prompt_split": "train["}, "it must be a name, or one with a slice, as train[:90%]"),
     ({"reward.function_path": "r.py"}, "or say what each counts with --reward.weights r 1 last_number 1"),
     ({"reward.function_path": "r.py", "reward.weights": {"r": 1.0}}, "the rewards are r, last_number: give one weight"),
     (
