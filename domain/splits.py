@@ -45,7 +45,7 @@ def parse_split(split: str) -> Split:
     Raises:
         ValueError: it is no name, nor a name with a slice.
     """
-    match = _SPLIT.fullmatch(split.strip())
+    match = _SPLIT.fullmatch(split)
     if match is None:
         raise ValueError(f"{split!r} is no split: it must be {SPLIT.rule}.")
     name, slice_, first, last = match.groups()
@@ -58,7 +58,7 @@ def _place(bound: str | None, count: int) -> int | None:
     return round(int(bound[:-1]) * count / 100) if bound.endswith("%") else int(bound)
 
 
-SPLIT = Range(lambda split: _SPLIT.fullmatch(split.strip()) is not None, "a name, or one with a slice, as train[:90%]")
+SPLIT = Range(lambda split: _SPLIT.fullmatch(split) is not None, "a name, or one with a slice, as train[:90%]")
 """A split to read."""
 
 SPLIT_HELP = (
