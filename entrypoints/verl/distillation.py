@@ -20,7 +20,8 @@ def translate_distillation(draft: RLDraft) -> None:
     """
     if not draft.distils:
         for name, given in draft.options.items():
-            if name.startswith(f"{TEACHING}.") and name != f"{TEACHING}.enabled" and not given.unset:
+            idle = name.startswith(f"{TEACHING}.") and name != f"{TEACHING}.enabled" and not given.unset
+            if idle and draft.program.flags[name].reason is None:  # of the others that is told already
                 draft.lose(name, "there is no teacher without distillation.enabled, in verl neither")
         return
     _teacher(draft)
