@@ -74,12 +74,13 @@ JUDGED = {
     "inotify_init": (253, None), "inotify_init1": (294, 26),
 }  # fmt: skip
 """Further system calls refused to a judgement, which reads, computes and writes one answer."""
-CLONE, CLONE3, PRLIMIT64, SOCKET = (56, 220), (435, 435), (302, 261), (41, 198)
+CLONE, CLONE3, PRLIMIT64, SOCKET, SETSOCKOPT = (56, 220), (435, 435), (302, 261), (41, 198), (54, 208)
 OPEN, OPENAT, OPENAT2 = (2, None), (257, 56), (437, 437)
 NAMESPACES = 0x7E020000
 """The CLONE_NEW flags."""
 WRITING = 0x400643
 """O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND and O_TMPFILE."""
+SO_SNDBUF, SO_SNDBUFFORCE = 7, 32
 FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6; netlink, packets, vsock and the rest are refused."""
 
@@ -145,6 +146,9 @@ def program(*, judged: bool) -> bytes:
         code += rule(CLONE, argument(0, [statement(ANY_BIT, NAMESPACES, 0, 1)]))
         last = len(FAMILIES)
         code += rule(SOCKET, argument(0, [statement(EQUAL, f, last - n, 0) for n, f in enumerate(FAMILIES)]))
+        # What a socket holds is charged to no process; with its default size the guard can bound it (`code_child`).
+        larger = [statement(EQUAL, SO_SNDBUF, 1, 0), statement(EQUAL, SO_SNDBUFFORCE, 0, 1)]
+        code += rule(SETSOCKOPT, argument(2, larger))
     return code + statement(RETURN, ALLOW)
 
 

@@ -472,6 +472,8 @@ REFUSED = {
     "packets": "libc.socket(17, 3, 0)",
     "vsock": "libc.socket(40, 1, 0)",
     "Bluetooth": "libc.socket(31, 1, 0)",
+    "larger sockets": "libc.setsockopt(libc.socket(1, 1, 0), 1, 7, bytes(4), 4)",
+    "larger sockets by force": "libc.setsockopt(libc.socket(1, 1, 0), 1, 32, bytes(4), 4)",
 }
 """System calls that a model's code has no use for, each as an expression that is -1 where the call is refused."""
 
@@ -520,6 +522,7 @@ def test_numbers_of_system_calls_are_those_of_linux() -> None:
         "clone3": syscalls.CLONE3,
         "prlimit64": syscalls.PRLIMIT64,
         "socket": syscalls.SOCKET,
+        "setsockopt": syscalls.SETSOCKOPT,
         "open": syscalls.OPEN,
         "openat": syscalls.OPENAT,
         "openat2": syscalls.OPENAT2,
@@ -542,6 +545,38 @@ def test_memory_of_all_processes_together_is_bounded(run: Callable[..., ToolResu
     told = "The code was stopped: its processes may use 256 MB of memory together."
     assert result == ToolResult(content=told, is_error=True)
     assert sandboxes() == []
+
+
+@pytest.mark.skipif(not CONTAINED, reason="sockets are counted where the code has a network of its own")
+def test_memory_that_sockets_hold_counts_too() -> None:
+    code = (
+        "import os, socket, time\n"
+        "for _ in range(40):\n"
+        "    if os.fork() == 0:\n"
+        "        sockets = [one for _ in range(50) for one in socket.socketpair()]\n"
+        "        for one in sockets:\n"
+        "            one.setblocking(False)\n"
+        "            try:\n"
+        "                while True: one.send(bytes(1 << 16))\n"
+        "            except BlockingIOError: pass\n"
+        "        time.sleep(600)\n"
+        "time.sleep(600)"
+    )
+    result = asyncio.run(make(True, memory_mb=512, seconds=300.0).call({"code": code}))
+    told = "The code was stopped: its processes may use 512 MB of memory together."
+    assert result == ToolResult(content=told, is_error=True)
+
+
+def test_programs_with_a_few_sockets_run(run: Callable[..., ToolResult]) -> None:
+    code = (
+        "import asyncio, multiprocessing\n"
+        "async def main():\n"
+        "    left, right = multiprocessing.Pipe()\n"
+        "    left.send('sent')\n"
+        "    print(await asyncio.to_thread(right.recv))\n"
+        "asyncio.run(main())"
+    )
+    assert run(code, memory_mb=128) == ToolResult(content="sent")
 
 
 def test_memory_that_processes_share_counts_once(run: Callable[..., ToolResult]) -> None:
