@@ -44,8 +44,9 @@ from rollgrad.adapters.servers.streamed_answer import (
     client_left,
     refusals,
 )
+from rollgrad.adapters.servers.template_fields import TemplateFields
 from rollgrad.adapters.servers.unread import UnreadFields
-from rollgrad.adapters.servers.wire import Call, Wire, bad, read
+from rollgrad.adapters.servers.wire import Call, Wire, read
 from rollgrad.application.episodes.chat_request import ChatRequest, Origin
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.reply import ChatReply, OnPiece
@@ -66,11 +67,6 @@ KEPT_TEXTS = 2**16
 
 UNKEPT = ("include", "top_logprobs", "return_token_ids")
 """Fields of a response whose answers (a line a token) are told once, and not kept."""
-
-EFFORT = "reasoning_effort"
-"""Variable of chat templates, and field of chat completions, that says how long a model is to think."""
-EFFORTS = ("reasoning", "output_config")
-"""Objects of responses and of Anthropic's messages that hold it as `effort`."""
 
 Answer = Callable[[ChatRequest, OnPiece | None], Awaitable[ChatReply]]
 """Function that answers a request outside of any session."""
@@ -114,9 +110,8 @@ class AgentServer:
         operation: Operation | None = None,
     ) -> None:
         self._service = service
-        self._template_kwargs = codec.template_kwargs
-        self._template_reads = codec.reads
         self._unread = UnreadFields()
+        self._template_fields = TemplateFields(codec, self._unread)
         self._model = model
         self._created = datetime.now(UTC).replace(microsecond=0)
         self._answer = answer
@@ -187,7 +182,9 @@ class AgentServer:
     async def _model_called(self, request: Request) -> Response:
         self._session(request)
         if request.path_params["name"] != self._model:
-            raise HttpError(404, f"There is no such model here, only {self._model}.", code="model_not_found")
+            raise HttpError(
+                404, f"There is no such model here, only {self._model}.", code="model_not_found", param="model"
+            )
         return JSONResponse(self._described())
 
     def _described(self) -> dict[str, Any]:
@@ -201,9 +198,7 @@ class AgentServer:
         session = self._session(request)
         body = await read_json(request)
         call = self._kept(session).call(wire, body)
-        self._check_template({**read(body, "chat_template_kwargs", dict, {}), **_thinking(body)})
-        if "messages" in wire.fields or "input" in wire.fields:
-            self._check_effort(body)
+        self._template_fields.check(wire, body)
         self._unread.note(sorted(name for name in body.keys() - wire.fields if body[name] is not None))
         if call.request.form is None and any(map(_is_strict, read(body, "tools", list, []))):
             self._unread.note(["strict"])
@@ -238,26 +233,6 @@ class AgentServer:
             return JSONResponse({"id": name, "object": "response", "deleted": True})
         return JSONResponse(kept.answer(name))
 
-    def _check_template(self, given: Mapping[str, Any]) -> None:
-        """Refuses variables of the chat template, as clients of vLLM send them, that are not the server's own: the
-        model would be shown another text than the client thinks, and than in training."""
-        for name, value in given.items():
-            if name not in self._template_kwargs or self._template_kwargs[name] != value:
-                raise bad(
-                    f"chat_template_kwargs sets {name[:60]!r} to {json.dumps(value)[:60]}, but all requests are "
-                    "rendered alike here: start the server with --chat_template_kwargs, or the run with "
-                    "--data.chat_template_kwargs, or leave it out."
-                )
-
-    def _check_effort(self, body: Mapping[str, Any]) -> None:
-        """Refuses another effort than the server's own, for a model whose template reads one; others know none."""
-        named = [body.get(EFFORT), *(read(body, name, dict, {}).get("effort") for name in EFFORTS)]
-        for effort in filter(None, named):
-            if self._template_reads(EFFORT):
-                self._check_template({EFFORT: effort})
-            else:
-                self._unread.note([EFFORT])
-
     def _session(self, request: Request) -> RecordedSession | None:
         """Returns the session of a request, None outside of sessions."""
         key = request.path_params.get("key")
@@ -288,7 +263,7 @@ class AgentServer:
     async def _sampled(self, asked: _Asked, pieces: "Pieces | None" = None) -> Sequence[ChatReply]:
         """Samples all replies to a request at once; if one fails, the others are given up."""
         tasks = [
-            asyncio.ensure_future(self._sample(asked, index, self._teller(asked, pieces, index)))
+            asyncio.ensure_future(self._sample(asked, index, pieces))
             for index in range(len(asked.call.prompts) * asked.call.choices)
         ]
         try:
@@ -314,9 +289,12 @@ class AgentServer:
 
         return tell
 
-    async def _sample(self, asked: _Asked, index: int, on_piece: OnPiece | None) -> ChatReply:
+    async def _sample(self, asked: _Asked, index: int, pieces: "Pieces | None") -> ChatReply:
+        on_piece = self._teller(asked, pieces, index)
         prompt, choice = divmod(index, asked.call.choices)
         request = evolve(asked.call.request, prompt=asked.call.prompts[prompt], choice=choice)
+        if pieces is not None:
+            request = evolve(request, on_read=pieces.count_read)
         if asked.session is not None and asked.unlearned:
             return await asked.session.unlearned.reply(request, on_piece)
         if asked.session is not None:
@@ -358,11 +336,6 @@ class AgentServer:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._texts(tuple(token_ids))
-
-
-def _thinking(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the variable of the chat template that clients of Qwen's own service set beside the others."""
-    return {} if body.get("enable_thinking") is None else {"enable_thinking": body["enable_thinking"]}
 
 
 def _is_strict(tool: Any) -> bool:

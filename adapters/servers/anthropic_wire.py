@@ -105,8 +105,8 @@ class _Events(EventStream):
         self._block = -1
         self._open: str | None = None
 
-    def start(self) -> Iterator[str]:
-        usage = {"input_tokens": 0, "output_tokens": 0}
+    def start(self, read: int) -> Iterator[str]:
+        usage = {"input_tokens": read, "output_tokens": 0}
         head = {**_head(self._call, self._id), "content": [], "stop_reason": None, "stop_sequence": None}
         yield named_event("message_start", message={**head, "usage": usage})
 

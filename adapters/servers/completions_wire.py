@@ -68,7 +68,8 @@ class CompletionsWire(Wire):
         if len(prompts) * choices > MOST_REPLIES:
             raise bad(
                 f"prompt has {len(prompts)} prompts and n is {choices}, which makes {len(prompts) * choices} replies, "
-                f"but a request may have {MOST_REPLIES} at most: send several."
+                f"but a request may have {MOST_REPLIES} at most: send several.",
+                param="prompt",
             )
         return call_of(body, settings, prompts=prompts, choices=choices)
 
@@ -93,7 +94,7 @@ class CompletionsWire(Wire):
 
 
 class _Chunks(CompletionChunks):
-    def start(self) -> Iterator[str]:
+    def start(self, read: int) -> Iterator[str]:
         yield from ()
 
     def piece(self, field: str, text: str, choice: int) -> Iterator[str]:
@@ -111,7 +112,8 @@ def _prompts(given: Any) -> list[str | tuple[int, ...]]:
     prompts = []
     for one in given if several else [given]:
         if not isinstance(one, str | list) or not one:
-            raise bad("prompt must be a text, or the token ids of one, or a list of such, and none of them empty.")
+            told = "prompt must be a text, or the token ids of one, or a list of such, and none of them empty."
+            raise bad(told, param="prompt")
         prompts.append(one if isinstance(one, str) else _token_ids(one, "prompt"))
     return prompts
 
@@ -119,14 +121,15 @@ def _prompts(given: Any) -> list[str | tuple[int, ...]]:
 def _token_ids(given: Any, where: str) -> tuple[int, ...]:
     given = [] if given is None else given
     if not isinstance(given, list) or not all(type(token) is int and 0 <= token <= MAX_COUNT for token in given):
-        raise bad(f"{where} must be token ids, whole numbers from 0 on.")
+        raise bad(f"{where} must be token ids, whole numbers from 0 on.", param=where)
     return tuple(given)
 
 
 def _stop_token_ids(body: Mapping[str, Any]) -> tuple[int, ...] | None:
     found = _token_ids(body.get("stop_token_ids"), "stop_token_ids")
     if len(found) > MAX_STOPS:
-        raise bad(f"stop_token_ids has {len(found)} ids, but it may have {MAX_STOPS} at most.")
+        told = f"stop_token_ids has {len(found)} ids, but it may have {MAX_STOPS} at most."
+        raise bad(told, param="stop_token_ids")
     return found or None
 
 

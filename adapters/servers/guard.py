@@ -62,13 +62,21 @@ _log = structlog.get_logger()
 
 
 class HttpError(HTTPException):
-    """An error for the client: HTTP `status`, a sentence, a `code` for programs, extra `headers`."""
+    """An error for the client: HTTP `status`, a sentence, a `code` for programs, the field of the body that it is about
+    (`param`, None if none is), extra `headers`."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, headers)
         self.code = code
+        self.param = param
 
 
 def error_type(error: HTTPException) -> str:
@@ -79,8 +87,8 @@ def error_type(error: HTTPException) -> str:
 
 def error_body(error: HTTPException) -> dict[str, Any]:
     """Returns an error body in OpenAI's form."""
-    told = {"message": error.detail, "type": error_type(error), "param": None, "code": getattr(error, "code", None)}
-    return {"error": told}
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    return {"error": {"message": error.detail, "type": error_type(error), "param": param, "code": code}}
 
 
 def error_response(error: HTTPException) -> JSONResponse:

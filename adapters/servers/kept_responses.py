@@ -69,6 +69,7 @@ class KeptResponses:
                 f"{PREVIOUS} is {json.dumps(name)[:60]}, but no such response is kept here: it was deleted, not to be "
                 "stored, is too old, or the server has started again since. Send the whole conversation as input.",
                 NOT_FOUND,
+                param=PREVIOUS,
             )
         before = self._kept[name].said
         call = wire.decode({**body, PREVIOUS: None})

@@ -23,6 +23,7 @@ from rollgrad.adapters.servers.wire import (
     call_of,
     calls_of,
     count,
+    each,
     messages_of,
     read,
     text_schema,
@@ -99,7 +100,7 @@ class OpenAIWire(Wire):
         described = read(body, "response_format", dict, {"type": "text"})
         schema = text_schema(described, "response_format", within="json_schema")
         tools, form = tools_and_form(body, _tool, schema, within="function")
-        conversation = [_message(message, index) for index, message in enumerate(messages)]
+        conversation = each("messages", messages, _message)
         return call_of(body, settings, messages=conversation, tools=tools, form=form, choices=choices)
 
     def encode(self, call: Call, replies: Sequence[ChatReply], call_id: str, decode: Decode) -> dict[str, Any]:
@@ -156,7 +157,7 @@ class CompletionChunks(EventStream):
 
 
 class _Chunks(CompletionChunks):
-    def start(self) -> Iterator[str]:
+    def start(self, read: int) -> Iterator[str]:
         for choice in range(self._call.choices):
             yield self._chunk(choice, {"role": "assistant", "content": ""})
 
@@ -220,7 +221,7 @@ def _top_logprobs(body: Mapping[str, Any]) -> int | None:
     """
     value = count(body, "top_logprobs", 0, MOST_LIKELY)
     if value and not body.get("logprobs"):
-        raise bad("top_logprobs is set, but logprobs is not: set logprobs to true.")
+        raise bad("top_logprobs is set, but logprobs is not: set logprobs to true.", param="top_logprobs")
     return value
 
 

@@ -25,6 +25,7 @@ from rollgrad.adapters.servers.wire import (
     call_of,
     calls_of,
     count,
+    each,
     named_event,
     read,
     text_schema,
@@ -71,7 +72,8 @@ class ResponsesWire(Wire):
         instructions = read(body, "instructions", str, "")
         items = read(body, "input", (str, list))
         if not items:
-            raise bad("input is missing: give a text, or the items of the conversation so far.", "missing_messages")
+            told = "input is missing: give a text, or the items of the conversation so far."
+            raise bad(told, "missing_messages", param="input")
         messages = [{"role": "user", "content": items}] if isinstance(items, str) else _messages(items)
         if instructions:
             messages.insert(0, {"role": "system", "content": instructions})
@@ -110,7 +112,7 @@ class _Events(EventStream):
         """The field whose item is open: `content` or `reasoning_content`."""
         self._text = ""
 
-    def start(self) -> Iterator[str]:
+    def start(self, read: int) -> Iterator[str]:
         begun = _response(self._call, self._id, [], None)
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
@@ -277,7 +279,7 @@ def _messages(items: Sequence[Any]) -> list[Message]:
         last: dict[str, Any] = messages[-1]
         return last
 
-    for index, item in enumerate(items):
+    def add(item: Any, index: int) -> None:
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise bad(f"{where} must be an object.")
@@ -308,6 +310,8 @@ def _messages(items: Sequence[Any]) -> list[Message]:
             raise bad(
                 f"{where} is of type {kind!r}, but this model reads messages, reasoning, calls and their outputs."
             )
+
+    each("input", items, add)
     return messages
 
 
@@ -315,7 +319,8 @@ def _refuse_stored(body: Mapping[str, Any], name: str) -> None:
     if body.get(name) is not None:
         raise bad(
             f"{name} is set, but no server of rollgrad keeps any: send the whole conversation as input, or a "
-            "previous_response_id."
+            "previous_response_id.",
+            param=name,
         )
 
 

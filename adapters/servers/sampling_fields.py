@@ -29,7 +29,9 @@ def read_all(*checks: Reader, **readers: Reader) -> dict[str, Any]:
         except HttpError as error:
             refusals.append(error)
     if refusals:
-        raise HttpError(400, " ".join(error.detail for error in refusals), code=refusals[0].code)
+        raise HttpError(
+            400, " ".join(error.detail for error in refusals), code=refusals[0].code, param=refusals[0].param
+        )
     return {name: value for name, value in values.items() if name is not None}
 
 
@@ -39,13 +41,12 @@ def refuse_others(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]
     Raises:
         HttpError: at least one has another; the message has a sentence for each.
     """
+    others = [name for name, values in neutral.items() if body.get(name) is not None and body[name] not in values]
     told = [
-        f"{name} is {json.dumps(body[name])[:60]}, which this server cannot do: leave {name} out."
-        for name, values in neutral.items()
-        if body.get(name) is not None and body[name] not in values
+        f"{name} is {json.dumps(body[name])[:60]}, which this server cannot do: leave {name} out." for name in others
     ]
     if told:
-        raise bad(" ".join(told))
+        raise bad(" ".join(told), param=others[0])
 
 
 def sampling_of(body: Mapping[str, Any], *budgets: str) -> dict[str, Reader]:
@@ -85,7 +86,7 @@ def stops(body: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
     value = read(body, name, (str, list))
     texts = (value,) if isinstance(value, str) else tuple(value or ())
     if not all(isinstance(text, str) and text for text in texts):
-        raise bad(f"{name} must be a text, or a list of texts, none of them empty.")
+        raise bad(f"{name} must be a text, or a list of texts, none of them empty.", param=name)
     if len(texts) > MAX_STOPS:
-        raise bad(f"{name} has {len(texts)} texts, but it may have {MAX_STOPS} at most.")
+        raise bad(f"{name} has {len(texts)} texts, but it may have {MAX_STOPS} at most.", param=name)
     return texts or None

@@ -38,11 +38,16 @@ _log = structlog.get_logger()
 
 class Pieces(asyncio.Queue[tuple[str, str, int] | None]):
     """Pieces of replies, in order: field, text and number of the reply; None is the end of all. `begun` is set with
-    the first."""
+    the first. `read` counts the tokens that the engine has been given for them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.begun = asyncio.Event()
+        self.read = 0
+
+    def count_read(self, tokens: int) -> None:
+        """Counts the tokens of a conversation."""
+        self.read += tokens
 
     def put_nowait(self, item: tuple[str, str, int] | None) -> None:
         """Adds a piece."""
@@ -106,7 +111,7 @@ class StreamedAnswer(Response):
             HttpError: the replies failed.
         """
         events, heard = self._events, set()
-        for event in events.start():
+        for event in events.start(self._pieces.read):
             yield event
         while True:
             try:

@@ -6,6 +6,7 @@ sessions and sockets.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from attrs import frozen
@@ -75,8 +76,9 @@ class Wire(Protocol):
 class EventStream(Protocol):
     """Server-sent events of one answer, as text."""
 
-    def start(self) -> Iterator[str]:
-        """Yields the events before the first token."""
+    def start(self, read: int) -> Iterator[str]:
+        """Yields the events before the first token. `read`: tokens that the engine has been given, 0 if not known
+        yet."""
         ...
 
     def piece(self, field: str, text: str, choice: int) -> Iterator[str]:
@@ -104,7 +106,7 @@ def messages_of(body: Mapping[str, Any]) -> list[Any]:
     """
     messages: list[Any] | None = read(body, "messages", list)
     if not messages:
-        raise bad("messages is missing: give the conversation so far.", "missing_messages")
+        raise bad("messages is missing: give the conversation so far.", "missing_messages", param="messages")
     return messages
 
 
@@ -156,9 +158,10 @@ def form_of(
     """
     names = tuple(tool["function"]["name"] for tool in tools)
     if name is not None and name not in names:
-        raise bad(f"tool_choice names {name[:60]!r}, which is none of tools: add it there.")
+        raise bad(f"tool_choice names {name[:60]!r}, which is none of tools: add it there.", param="tool_choice")
     if required and not names:
-        raise bad("tool_choice requires a call, but there are no tools: add them, or leave tool_choice out.")
+        told = "tool_choice requires a call, but there are no tools: add them, or leave tool_choice out."
+        raise bad(told, param="tool_choice")
     if name is not None:
         return ReplyForm(calls=(name,))
     if required:
@@ -186,9 +189,10 @@ def tools_and_form(
     """
     choice = body.get("tool_choice") or "auto"
     given = [] if choice == "none" else read(body, "tools", list, [])
-    tools = [convert(tool, index) for index, tool in enumerate(given)]
+    tools = each("tools", given, convert)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        choice, tools = _allowed(choice, tools, within)
+        with inside("tool_choice"):
+            choice, tools = _allowed(choice, tools, within)
     name = None
     if choice not in ("auto", "none", "required"):
         named: Any = choice if isinstance(choice, dict) and choice.get("type") == "function" else {}
@@ -196,7 +200,8 @@ def tools_and_form(
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad(
                 f"tool_choice is {json.dumps(choice)[:60]}, but it must be auto, none, required, one function or "
-                "allowed_tools."
+                "allowed_tools.",
+                param="tool_choice",
             )
         name = function["name"]
     several = read(body, "parallel_tool_calls", bool, True)
@@ -236,9 +241,11 @@ def text_schema(described: Mapping[str, Any], where: str, within: str | None = N
     if kind == "json_schema":
         if within is None:
             return schema_of(described, where)
-        return schema_of(read(described, within, dict, {}), f"{where}.{within}")
+        with inside(where):
+            inner = read(described, within, dict, {})
+        return schema_of(inner, f"{where}.{within}")
     if kind not in ("text", "json_object"):
-        raise bad(f"{where} is of type {kind!r}, but it must be text, json_object or json_schema.")
+        raise bad(f"{where} is of type {kind!r}, but it must be text, json_object or json_schema.", param=where)
     return {"type": "object"} if kind == "json_object" else None
 
 
@@ -250,13 +257,37 @@ def schema_of(described: Mapping[str, Any], where: str) -> Mapping[str, Any] | b
     """
     schema = described.get("schema")
     if not isinstance(schema, Mapping | bool):
-        raise bad(f"{where}.schema is missing: give the JSON schema that the reply follows.")
+        told = f"{where}.schema is missing: give the JSON schema that the reply follows."
+        raise bad(told, param=f"{where}.schema")
     return schema
 
 
-def bad(message: str, code: str = "invalid_value") -> HttpError:
+def bad(message: str, code: str = "invalid_value", *, param: str | None = None) -> HttpError:
     """Returns a 400."""
-    return HttpError(400, message, code=code)
+    return HttpError(400, message, code=code, param=param)
+
+
+@contextmanager
+def inside(where: str) -> Iterator[None]:
+    """Puts `where` before the field that a refusal in the block is about."""
+    try:
+        yield
+    except HttpError as error:
+        error.param = where if error.param is None else f"{where}.{error.param}"
+        raise
+
+
+def each(where: str, given: Sequence[Any], convert: Callable[[Any, int], Value]) -> list[Value]:
+    """Returns what `convert` makes of each item of the field `where`, and its place.
+
+    Raises:
+        HttpError: it refuses an item, which the error names.
+    """
+    converted = []
+    for index, item in enumerate(given):
+        with inside(f"{where}[{index}]"):
+            converted.append(convert(item, index))
+    return converted
 
 
 def read(body: Mapping[str, Any], name: str, kind: type[Value] | tuple[type, ...], default: Any = None) -> Any:
@@ -271,7 +302,7 @@ def read(body: Mapping[str, Any], name: str, kind: type[Value] | tuple[type, ...
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join(NAMES.get(one, one.__name__) for one in kinds)
-        raise bad(f"{name} is {json.dumps(value)[:60]}, but it must be {expected}.")
+        raise bad(f"{name} is {json.dumps(value)[:60]}, but it must be {expected}.", param=name)
     return value
 
 
@@ -289,7 +320,7 @@ def number(body: Mapping[str, Any], name: str, low: float, high: float) -> float
     """Returns a number in a closed range, None if absent."""
     value = read(body, name, (int, float))
     if value is not None and not low <= value <= high:
-        raise bad(f"{name} is {json.dumps(value)[:60]}, but it must be from {low:g} to {high:g}.")
+        raise bad(f"{name} is {json.dumps(value)[:60]}, but it must be from {low:g} to {high:g}.", param=name)
     return None if value is None else float(value)
 
 
@@ -297,7 +328,7 @@ def count(body: Mapping[str, Any], name: str, low: int = 1, high: int = MAX_COUN
     """Returns a whole number in a closed range, None if absent."""
     value: int | None = read(body, name, int)
     if value is not None and not low <= value <= high:
-        raise bad(f"{name} is {json.dumps(value)[:60]}, but it must be from {low} to {high}.")
+        raise bad(f"{name} is {json.dumps(value)[:60]}, but it must be from {low} to {high}.", param=name)
     return value
 
 

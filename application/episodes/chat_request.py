@@ -1,6 +1,6 @@
 """Requests of clients for replies: what they ask for, how they are told apart, and how they are refused."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -19,6 +19,10 @@ CHOICE_STRIDE = 2**16
 as torch's generator on a CPU reads the last 32 bits of a seed alone."""
 
 
+def _nothing(tokens: int) -> None:
+    """Does nothing."""
+
+
 @frozen(kw_only=True)
 class ChatRequest:
     """A request for one reply.
@@ -27,7 +31,8 @@ class ChatRequest:
     must look like, None for any. `prompt` is a text, or token ids, to be continued without a chat template, instead
     of messages. `choice` is the number of the reply among several to one request, which differ in their
     seeds. `role` is who replies, of several in an episode (`Trajectory.role`). `follows` is the turn of a session
-    that the conversation continues, if its client has said which of those that say the same.
+    that the conversation continues, if its client has said which of those that say the same. `on_read` is told the
+    number of the tokens that the engine is given, before it samples.
     """
 
     messages: Sequence[Message]
@@ -38,6 +43,7 @@ class ChatRequest:
     choice: int = 0
     role: str = ""
     follows: int | None = None
+    on_read: Callable[[int], None] = _nothing
 
     @property
     def stops(self) -> tuple[str, ...]:

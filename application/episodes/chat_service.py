@@ -205,6 +205,7 @@ class ChatService:
             DataError: this model's replies cannot be given the form.
             EngineError: the engine ended the request before its first token.
         """
+        request.on_read(len(prepared.token_ids))
         if request.prompt is None:
             sampled = partial(sample_reply, self._engine, self._codec, prepared, params, form=request.form)
         else:
@@ -396,5 +397,4 @@ class RecordedSession:
 
 
 def _no_room(prepared: Prepared, limit: str) -> str:
-    tokens = len(prepared.token_ids)
-    return f"The conversation has {tokens} tokens, which leaves no room for a reply within {limit}."
+    return f"The conversation has {len(prepared.token_ids)} tokens, which leaves no room for a reply within {limit}."

@@ -145,7 +145,7 @@ def test_an_answer_and_its_events_say_the_same() -> None:
     ]
     events = WIRE.events(call, "x")
     pieces = [("reasoning_content", "h"), ("reasoning_content", "m"), ("content", "h"), ("content", "i")]
-    written = [*events.start()]
+    written = [*events.start(7)]
     for piece in pieces:
         written += events.piece(*piece, 0)
     written += events.finish([answer], decode)
@@ -173,6 +173,7 @@ def test_an_answer_and_its_events_say_the_same() -> None:
     assert [value["type"] for value in values[-2:]] == ["message_delta", "message_stop"]
     assert values[-2]["usage"] == body["usage"]
     assert values[0]["message"]["model"] == "m"
+    assert values[0]["message"]["usage"] == {"input_tokens": 7, "output_tokens": 0}
 
 
 def test_a_history_of_another_server_is_read_without_what_only_that_can_read() -> None:

@@ -155,6 +155,29 @@ def test_what_cannot_be_done_is_refused_by_name(more: dict[str, Any], named: str
     assert refused.value.status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": HI, "temperature": 3}, "temperature"),
+        ({"messages": HI, "stop": [""], "seed": 2**63}, "seed"),
+        ({"messages": HI, "stop_token_ids": [3]}, "stop_token_ids"),
+        ({}, "messages"),
+        ({"messages": [*HI, {"role": "robot", "content": ""}]}, "messages[1]"),
+        ({"messages": [{"role": "user", "content": "", "name": 7}]}, "messages[0].name"),
+        ({"messages": HI, "tools": [TOOL, {"type": "web_search"}]}, "tools[1]"),
+        ({"messages": HI, "tools": [{**TOOL, "function": {"name": "f", "description": 1}}]}, "tools[0].description"),
+        ({"messages": HI, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": HI, "tool_choice": allowed("auto", "g"), "tools": [TOOL]}, "tool_choice"),
+        ({"messages": HI, "response_format": {"type": "grammar"}}, "response_format"),
+        ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+    ],
+)
+def test_a_refusal_names_the_field_as_openais_do(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError) as refused:
+        WIRE.decode(body)
+    assert WIRE.error(refused.value)["error"]["param"] == param
+
+
 def test_an_answer() -> None:
     call = WIRE.decode({"messages": HI, "model": "m", "logprobs": True, "return_token_ids": True})
     body = WIRE.encode(call, [reply(content="hi", reasoning_content="hm", tool_calls=[CALL])], "x", decode)
@@ -238,7 +261,7 @@ def test_several_choices_and_the_likeliest_tokens() -> None:
         ["B"],
     ]
     events = WIRE.events(call, "x")
-    written = [*events.start(), *events.piece("content", "a", 1), *events.finish([first, second], decode)]
+    written = [*events.start(7), *events.piece("content", "a", 1), *events.finish([first, second], decode)]
     chunks = [json.loads(event[6:])["choices"][0] for event in written[:-1]]
     assert [chunk["index"] for chunk in chunks] == [0, 1, 1, 0, 1]
 
@@ -256,7 +279,7 @@ def test_chunks() -> None:
     call = WIRE.decode({"messages": HI, "stream": True, "stream_options": {"include_usage": True}})
     events = WIRE.events(call, "x")
     ended = events.finish([reply(tool_calls=[CALL])], decode)
-    written = [*events.start(), *events.piece("content", "a\u2028b", 0), *ended]
+    written = [*events.start(7), *events.piece("content", "a\u2028b", 0), *ended]
     assert all(event.startswith("data: ") and event.endswith("\n\n") and event.count("\n") == 2 for event in written)
     assert written[-1] == "data: [DONE]\n\n"
     first, piece, calls, last, usage = [json.loads(event[6:]) for event in written[:-1]]

@@ -87,6 +87,21 @@ def test_what_cannot_be_done_is_refused_by_name(more: dict[str, Any], named: str
 
 
 @pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": ["hi"]}, "input[0]"),
+        ({"input": "hi", "conversation": "c"}, "conversation"),
+        ({"input": "hi", "text": {"format": {"type": "xml"}}}, "text.format"),
+    ],
+)
+def test_a_refusal_names_the_field_as_openais_do(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(HttpError) as refused:
+        WIRE.decode(body)
+    assert WIRE.error(refused.value)["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
     ("answer", "kinds"),
     [
         (reply(content="hi", reasoning_content="hm", tool_calls=[CALL]), ["reasoning", "message", "function_call"]),
@@ -114,7 +129,7 @@ def test_an_answer_and_its_events_say_the_same(answer: ChatReply, kinds: list[st
             told = [(each.token, each.logprob) for each in item.content[0].logprobs or ()]  # type: ignore[union-attr]
             assert told == [("[65]", -0.5), ("[66]", -0.25)]
     events = WIRE.events(call, "x")
-    written = [*events.start()]
+    written = [*events.start(7)]
     for field in ("reasoning_content", "content"):
         for piece in str(answer.parsed.message.get(field) or ""):
             written += events.piece(field, piece, 0)
@@ -145,7 +160,7 @@ def test_log_probs_are_told_to_who_asks_for_them() -> None:
 
 def test_a_stream_that_fails() -> None:
     events = WIRE.events(WIRE.decode({"input": "hi"}), "x")
-    list(events.start())
+    list(events.start(7))
     (failed,) = events.failed(HttpError(503, "Down.", code="engine_error"))
     assert '"status": "failed"' in failed
     assert "Down." in failed
