@@ -8,7 +8,7 @@ import base64
 import binascii
 import io
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,12 @@ from rollgrad.domain.errors import ImageError
 
 MOST_BYTES = 64 * 2**20
 """Largest file of an image. Pillow itself refuses images of more than about 180 million pixels."""
+
+MOST_PIXELS = 2 * 89_478_485
+"""Pixels that the images of one request may have together: as many as Pillow allows one, which are half a gigabyte."""
+
+LEAST_PIXELS = 2**16
+"""Pixels that an image counts as at least: a model's processor takes milliseconds for the smallest."""
 
 PROGRAM = "EPS"
 """Format that Pillow has another program, Ghostscript, run; a file from the network may be anything."""
@@ -38,6 +44,32 @@ def opened(data: bytes) -> Any:
         if picture.format == PROGRAM:
             raise ValueError("it is a program in PostScript, which is not run")
         return PIL.ImageOps.exif_transpose(picture).convert("RGB")
+
+
+def check_pixels(sources: Sequence[Any]) -> None:
+    """Checks that images have no more than `MOST_PIXELS` together, by the beginnings of their files alone: a file of a
+    few kilobytes may have millions. Sources are those of `image_bytes`.
+
+    Raises:
+        ImageError: they have more, or one cannot be read.
+    """
+    pixels = 0
+    for source in sources:
+        data = _read(source)
+        with foreign_code(_unreadable):
+            pixels += max(LEAST_PIXELS, _pixels(data))
+        if pixels > MOST_PIXELS:
+            raise ImageError(
+                f"The images of a request have more than {MOST_PIXELS:,} pixels together, each of them counted as "
+                f"{LEAST_PIXELS:,} at least: send smaller ones, or fewer."
+            )
+
+
+def _pixels(data: bytes) -> int:
+    import PIL.Image
+
+    with PIL.Image.open(io.BytesIO(data)) as picture:
+        return int(picture.width * picture.height)
 
 
 def image_bytes(source: Any) -> bytes:

@@ -23,6 +23,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
+from rollgrad.adapters.chat.image_files import check_pixels
+from rollgrad.adapters.chat.pictures import image_sources
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
 from rollgrad.adapters.servers.completions_wire import CompletionsWire
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError, given_keys, read_json
@@ -199,6 +201,10 @@ class AgentServer:
         body = await read_json(request)
         call = self._kept(session).call(wire, body)
         self._template_fields.check(wire, body)
+        images = image_sources(call.request.messages)
+        if images:  # in a thread: base64 and headers of thousands take a while
+            with refusals():
+                await asyncio.to_thread(check_pixels, images)
         self._unread.note(sorted(name for name in body.keys() - wire.fields if body[name] is not None))
         if call.request.form is None and any(map(_is_strict, read(body, "tools", list, []))):
             self._unread.note(["strict"])

@@ -1,13 +1,16 @@
 """The agent server on a real socket: retries, branches, faults, load, and clients that mean harm."""
 
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx2
+import PIL.Image
 import pytest
 import structlog
 from hypothesis import HealthCheck, given, settings
@@ -250,6 +253,34 @@ async def test_a_streamed_failure_behind_the_beginning_is_an_event(monkeypatch: 
             assert "[DONE]" not in text
 
     await play(scenario, ["one", "two"])
+
+
+async def test_a_stream_of_anthropics_begins_with_the_tokens_of_its_conversation() -> None:
+    async def scenario(served: Served, engine: ScriptedEngine, http: Http) -> None:
+        asked = body("3 plus 4?", stream=True, max_tokens=9)
+        lines = (await http.post(path(served, MESSAGES), json=asked)).text.splitlines()
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+        told = {event["type"]: event for event in events}
+        read = len(engine.requests[0].prompt_token_ids)
+        assert told["message_start"]["message"]["usage"]["input_tokens"] == read
+        assert told["message_delta"]["usage"]["input_tokens"] == read
+
+    await play(scenario, ["It is 7."])
+
+
+async def test_pixels_of_a_request_are_bounded_together() -> None:
+    written = io.BytesIO()
+    PIL.Image.new("1", (8_000, 8_000)).save(written, format="PNG")
+    uri = f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+    async def scenario(served: Served, engine: ScriptedEngine, http: Http) -> None:
+        asked = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}] * 3}]}
+        refused = await http.post(path(served), json=asked)
+        assert refused.status_code == 400
+        assert "more than 178,956,970 pixels together" in refused.json()["error"]["message"]
+        assert engine.requests == []
+
+    await play(scenario, [])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,6 +1,7 @@
 """Files of images come from anywhere: what is none is a sentence, and nothing else is read or run."""
 
 import io
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from rollgrad.adapters.chat.image_files import image_bytes, opened
+from rollgrad.adapters.chat.image_files import LEAST_PIXELS, MOST_PIXELS, check_pixels, image_bytes, opened
 from rollgrad.adapters.chat.pictures import check_vllm_images, named_images
 from rollgrad.adapters.chat.tool_images import writes_tool_images
 from rollgrad.domain.episodes.images import PlacedImages
@@ -33,6 +34,24 @@ def test_no_program_is_run() -> None:
     Image.new("RGB", (20, 10)).save(written, format="EPS")
     with pytest.raises(DataError, match="PostScript, which is not run"):
         image_bytes(written.getvalue())
+
+
+def wide(width: int, height: int) -> bytes:
+    """A file of few bytes: the pixels of a header, with none behind it."""
+    written = io.BytesIO()
+    Image.new("1", (1, 1)).save(written, format="PNG")
+    size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    chunk = b"IHDR" + size + written.getvalue()[24:29]
+    return written.getvalue()[:12] + chunk + zlib.crc32(chunk).to_bytes(4, "big") + written.getvalue()[33:]
+
+
+def test_pixels_of_several_images_are_bounded_by_their_headers() -> None:
+    check_pixels([wide(9_000, 9_000), wide(9_000, 9_000)])
+    for images in ([wide(9_000, 9_000)] * 3, [picture((200, 0, 0))] * (MOST_PIXELS // LEAST_PIXELS + 1)):
+        with pytest.raises(DataError, match="more than 178,956,970 pixels together"):
+            check_pixels(images)
+    with pytest.raises(DataError, match="cannot be read"):
+        check_pixels([b"none"])
 
 
 def test_whatever_a_decoder_raises_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
