@@ -7,6 +7,7 @@ the server's.
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import shlex
@@ -86,7 +87,8 @@ class McpTool(Tool):
     _wrong: RareWarning = field(factory=RareWarning, init=False, eq=False, repr=False)
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
-        """Returns the server's answer: its texts and images, and other parts by their kind (`[audio]`).
+        """Returns the server's answer: its texts, those of embedded resources too, its images, and other parts by their
+        kind (`[audio]`); of an answer that has structured content alone, that as JSON.
 
         Errors that the server reports, wrong arguments among them, an answer that is not the protocol's, a passed
         deadline, and a server that ends during the call or then answers nothing at all are results with `is_error`; the
@@ -104,8 +106,8 @@ class McpTool(Tool):
             async with asyncio.timeout(self.timeout) as deadline:
                 result = await client.call_tool(self.name, dict(arguments))
         except MCPError as error:
-            if error.code == CONNECTION_CLOSED:
-                self.connection.ended(client)
+            if error.code == CONNECTION_CLOSED:  # the SDK's code for its own end, and many servers' for any error
+                await self.connection.check(client)
             if not self.connection.holds(client):
                 text = f"The server of the tool {self.name!r} ended during the call."
                 return ToolResult(content=text, is_error=True)
@@ -121,7 +123,9 @@ class McpTool(Tool):
             await self.connection.check(client)
             text = f"The tool {self.name!r} gave no answer within {self.timeout:g} s."
             return ToolResult(content=text, is_error=True)
-        texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        texts = list(map(_text, result.content))
+        if not texts and result.structured_content is not None:
+            texts = [json.dumps(result.structured_content, ensure_ascii=False)]
         images = (f"data:{part.mime_type};base64,{part.data}" for part in result.content if part.type == "image")
         return ToolResult(content="\n".join(texts), images=tuple(images), is_error=result.is_error)
 
@@ -174,13 +178,18 @@ class McpTools:
             _log.warning("mcp_server_ended", server=self._server)
 
     async def check(self, client: "Client") -> None:
-        """Gives up a server that answers nothing, because a call of it hangs: the next call starts or reaches it
-        again."""
-        with contextlib.suppress(Exception):  # of many kinds, and each of them is an answer, or the connection's end
+        """Gives up a server that has ended, or that answers nothing because a call of it hangs: the next call starts or
+        reaches it again."""
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        try:
             async with asyncio.timeout(ALIVE_SECONDS) as deadline:
                 await client.session.list_tools()
-        if deadline.expired():
-            self.ended(client)
+        except Exception as error:  # of many kinds, and most of them are answers
+            closed = isinstance(error, MCPError) and error.code == CONNECTION_CLOSED
+            if closed or deadline.expired():
+                self.ended(client)
 
     async def open(self) -> None:
         """Connects and lists the tools, for `connect`."""
@@ -330,7 +339,8 @@ async def _client(
             yield await stack.enter_async_context(Client(streamable_http_client(server, http_client=http)))
         else:
             command, *arguments = shlex.split(server) or [""]
-            started = StdioServerParameters(command=command, args=arguments)
+            # A byte that is no UTF-8 would otherwise end the SDK's reader, and with it all calls.
+            started = StdioServerParameters(command=command, args=arguments, encoding_error_handler="replace")
             # The SDK's own default is what sys.stderr was when the SDK was imported.
             errors = _stderr() or stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
             yield await stack.enter_async_context(Client(stdio_client(started, errlog=errors)))
@@ -343,6 +353,14 @@ def _stderr() -> TextIO | None:
             stream.fileno()  # type: ignore[union-attr]  # None without a console
             return stream
     return None
+
+
+def _text(part: Any) -> str:
+    """Returns what a model reads of a part of an answer."""
+    if part.type == "text":
+        return str(part.text)
+    resource = getattr(part, "resource", None)  # embedded: a file, as many servers answer with
+    return str(getattr(resource, "text", f"[{part.type}]"))
 
 
 def _reason(error: BaseException | None) -> str:

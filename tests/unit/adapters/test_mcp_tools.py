@@ -76,6 +76,44 @@ async def test_parts_become_text_and_images(server: str) -> None:
     assert await ask(server, "picture") == shown
 
 
+ANSWERS = """
+import json, sys
+
+ANSWERS = {
+    "refuses": b'"error":{"code":-32000,"message":"no such file"}',
+    "resource": b'"result":{"content":[{"type":"resource","resource":{"uri":"file:///a","text":"A file."}}]}',
+    "structured": b'"result":{"content":[],"structuredContent":{"answer":42}}',
+    "latin": b'"result":{"content":[{"type":"text","text":"caf\\xe9"}]}',
+}
+for line in sys.stdin:
+    asked = json.loads(line)
+    params = asked.get("params", {})
+    told = {
+        "initialize": {"protocolVersion": params.get("protocolVersion"), "capabilities": {"tools": {}},
+                       "serverInfo": {"name": "answers", "version": "1"}},
+        "tools/list": {"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in ANSWERS]},
+    }.get(asked["method"], {})
+    if "id" in asked:
+        answer = ANSWERS.get(params.get("name"), b'"result":' + json.dumps(told).encode())
+        sys.stdout.buffer.write(b'{"jsonrpc":"2.0","id":%d,%s}\\n' % (asked["id"], answer))
+        sys.stdout.buffer.flush()
+"""
+
+
+async def test_answers_of_servers_made_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    async with await connect(f"{sys.executable} -S {tmp_path}/answers.py", timeout=10.0) as connection:
+        with capture_logs() as logs:
+            told = {tool.name: await tool.call({}) for tool in connection.tools}
+    assert told == {
+        "refuses": ToolResult(content="no such file", is_error=True),
+        "resource": ToolResult(content="A file."),
+        "structured": ToolResult(content='{"answer": 42}'),
+        "latin": ToolResult(content="caf\ufffd"),
+    }
+    assert logs == [], "the code -32000 is not the server's end"
+
+
 async def test_an_error_of_the_tool_is_told(server: str) -> None:
     result = await ask(server, "fail")
     assert result.is_error
