@@ -27,7 +27,7 @@ from rollgrad.adapters.chat.image_files import check_pixels
 from rollgrad.adapters.chat.pictures import image_sources
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
 from rollgrad.adapters.servers.completions_wire import CompletionsWire
-from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError, given_keys, read_json
+from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, TOO_LARGE, HttpError, given_keys, read_json
 from rollgrad.adapters.servers.kept_responses import (
     KEPT_CHARACTERS,
     KEPT_RESPONSES,
@@ -197,8 +197,15 @@ class AgentServer:
         return {"id": self._model, **openai, "max_model_len": self._service.max_tokens, **anthropic}
 
     async def _read_call(self, wire: Wire, request: Request) -> _Asked:
-        session = self._session(request)
-        body = await read_json(request)
+        session, keys = self._session(request), given_keys(request.headers)
+        unlearned = session is not None and session.unlearned.key in keys
+        try:
+            body = await read_json(request)
+        except HttpError as error:
+            if error.code == TOO_LARGE and session is not None and not unlearned:
+                with refusals():  # its conversation is longer than any that leaves room for a reply
+                    session.refuse_length(error.detail)
+            raise
         call = self._kept(session).call(wire, body)
         self._template_fields.check(wire, body)
         images = image_sources(call.request.messages)
@@ -210,8 +217,6 @@ class AgentServer:
             self._unread.note(["strict"])
         if session is not None and call.model not in ("", self._model):
             self._unread.note_model(call.model)
-        keys = given_keys(request.headers)
-        unlearned = session is not None and session.unlearned.key in keys
         role = "" if session is None else _role(session, keys)
         call = evolve(
             call,

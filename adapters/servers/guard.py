@@ -50,6 +50,9 @@ REQUEST_ID = "rollgrad.request_id"
 ID_HEADERS = ("x-request-id", "request-id")
 """Headers of an answer with that id, as the SDKs of OpenAI and of Anthropic read it."""
 
+TOO_LARGE = "request_too_large"
+"""Code of the refusal of too large a body."""
+
 CLOSE = {"Connection": "close"}
 """Header of an answer after which nothing is read of its connection."""
 
@@ -209,7 +212,7 @@ class Guard:
             except HttpError as error:
                 self._tell(error.status_code, scope)
                 raise
-            await self._app(scope, self._limited(receive), tracked_send)
+            await self._app(scope, self._limited(scope, receive), tracked_send)
             return
         except ClientDisconnect:
             return
@@ -256,9 +259,6 @@ class Guard:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self._max_body:
-            raise self._too_large()
 
     def _tell(self, status: int, scope: Scope) -> None:
         """Logs a request that is refused unread: of each status the first, second, fourth, eighth ..., so that nobody
@@ -275,21 +275,21 @@ class Guard:
         matches = [hmac.compare_digest(key.encode("latin-1"), self._token) for key in given_keys(headers)]
         return any(matches)
 
-    def _limited(self, receive: Receive) -> Receive:
+    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+        """Returns `receive` with an error for the app, which knows what too large a body means, in its place."""
+        declared = Headers(scope=scope).get("content-length", "")
+        refused = declared.isdecimal() and int(declared) > self._max_body
         size = 0
 
         async def limited() -> Message:
             nonlocal size
-            message = await receive()
+            message = {} if refused else await receive()
             size += len(message.get("body", b""))
-            if size > self._max_body:
-                raise self._too_large()
+            if refused or size > self._max_body:
+                raise HttpError(413, f"The body is larger than {self._max_body} bytes.", code=TOO_LARGE)
             return message
 
         return limited
-
-    def _too_large(self) -> HttpError:
-        return HttpError(413, f"The body is larger than {self._max_body} bytes.", code="request_too_large")
 
 
 def given_keys(headers: Headers) -> list[str]:

@@ -78,6 +78,14 @@ class Origin:
     is_retry: bool = False
 
 
+@frozen(kw_only=True)
+class SessionLimits:
+    """Limits of one session: replies, and tokens of one history (None: the model's positions)."""
+
+    max_turns: int
+    max_tokens: int | None = None
+
+
 def check_length(request: ChatRequest, max_tokens: int) -> None:
     """Refuses a conversation that is too long by its characters, so that no time is spent on tokenising it.
 

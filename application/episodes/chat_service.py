@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import structlog
-from attrs import evolve, frozen
+from attrs import evolve
 
-from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError, check_length
+from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError, SessionLimits, check_length
 from rollgrad.application.episodes.ledger import Prepared, TokenLedger
 from rollgrad.application.episodes.reply import ChatReply, OnPiece, sample_reply, sample_text
 from rollgrad.application.episodes.stop_text import StopText
@@ -88,7 +88,7 @@ class ChatService:
         """Whether another request would be refused."""
         return self._in_flight >= self._max_waiting
 
-    def open(self, prompt: Prompt, params: SamplingParams, limits: "SessionLimits") -> "RecordedSession":
+    def open(self, prompt: Prompt, params: SamplingParams, limits: SessionLimits) -> "RecordedSession":
         """Returns a session that records a rollout; its `key` is the secret that gives access to it."""
         session = RecordedSession(self, TokenLedger(self._codec), prompt, params, limits)
         self._sessions[session.key] = session
@@ -216,14 +216,6 @@ class ChatService:
         return cut.finish(await sampled(on_piece=None if on_piece is None else cut.hear))
 
 
-@frozen(kw_only=True)
-class SessionLimits:
-    """Limits of one session: replies, and tokens of one history (None: the model's positions)."""
-
-    max_turns: int
-    max_tokens: int | None = None
-
-
 class RecordedSession:
     """The rollout of an agent that calls the server; made by `ChatService.open`."""
 
@@ -247,6 +239,8 @@ class RecordedSession:
         self._limits = limits
         self._sealed = False
         self._numbers: set[int] = set()
+        self.asked = 0
+        """Replies that were begun."""
         self._replies: dict[str, tuple[str, list[asyncio.Task[ChatReply]]]] = {}
         self._running: set[asyncio.Task[ChatReply]] = set()
         self._waiting: Counter[asyncio.Task[ChatReply]] = Counter()
@@ -279,6 +273,7 @@ class RecordedSession:
             self.stopped = StopReason.TURN_LIMIT
             self._refuse(f"The session has had its {self._limits.max_turns} replies (rollout.max_turns).", "turn_limit")
         self._numbers.add(number)
+        self.asked += 1
         task = asyncio.create_task(self._answer(request, number, on_piece), context=self._context.copy())
         self._running.add(task)
         task.add_done_callback(self._finished)
@@ -301,6 +296,11 @@ class RecordedSession:
         for task, turn in self._recorded.items():
             if task not in self._delivered:
                 self.ledger.drop_leaf(turn)
+
+    def refuse_length(self, message: str) -> NoReturn:
+        """Refuses a request whose conversation is too long, by a `RefusedError`."""
+        self.stopped = StopReason.LENGTH
+        self._refuse(message, "context_length")
 
     def _repeated(self, origin: "Origin | None", *, streamed: bool) -> "asyncio.Task[ChatReply] | None":
         """Returns the request that this one repeats: one whose caller left unseen, or of a marked retry any."""
@@ -351,8 +351,7 @@ class RecordedSession:
         try:
             check_length(request, self._limits.max_tokens)
         except RefusedError as error:
-            self.stopped = StopReason.LENGTH
-            self._refuse(str(error), error.kind)
+            self.refuse_length(str(error))
 
     async def _sampled(
         self, prepared: Prepared, params: SamplingParams, request: ChatRequest, on_piece: OnPiece | None
@@ -360,8 +359,7 @@ class RecordedSession:
         try:
             return await self._service.sample(prepared, params, request, on_piece=on_piece)
         except ConfigurationError as error:  # the engine: more tokens than the model has positions
-            self.stopped = StopReason.LENGTH
-            self._refuse(str(error), "context_length")
+            self.refuse_length(str(error))
 
     def _settings(self, request: ChatRequest, prepared: Prepared, number: int) -> SamplingParams:
         params = self._params
@@ -374,9 +372,8 @@ class RecordedSession:
         wanted = min(params.max_new_tokens, request.changes.get("max_new_tokens", params.max_new_tokens))
         room = prepared.room(wanted, self._limits.max_tokens)
         if room < 1:
-            self.stopped = StopReason.LENGTH
-            sentence = _no_room(prepared, f"{self._limits.max_tokens} (rollout.max_episode_tokens or data.max_len)")
-            self._refuse(sentence, "context_length")
+            limit = f"{self._limits.max_tokens} (rollout.max_episode_tokens or data.max_len)"
+            self.refuse_length(_no_room(prepared, limit))
         return evolve(
             params,
             max_new_tokens=room,

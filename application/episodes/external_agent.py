@@ -10,7 +10,8 @@ from typing import Any
 
 from attrs import evolve
 
-from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
+from rollgrad.application.episodes.chat_request import SessionLimits
+from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.judging import answer_request, judge_request, judged
 from rollgrad.application.episodes.numbers import returned_number
 from rollgrad.application.foreign import error_text, foreign_code, shown
@@ -128,6 +129,11 @@ class ServedAgentExecutor(AgentExecutor):
             return f" (its requests were refused: {refused}). {session.refusal}"
         if stop_reason is StopReason.TIMEOUT:
             return f": its {self._max_seconds:g} s were over (--rollout.max_episode_seconds)."
+        if session.asked:
+            return (
+                f" that came to its end (it asked for {session.asked}, and left them, or they failed): read a stream "
+                "to its end, or end a reply early with `stop`."
+            )
         return " (it did not ask for one)."
 
     async def _judge(self, session: RecordedSession, request: EpisodeRequest, result: AgentResult) -> Reward:

@@ -11,7 +11,8 @@ from attrs import frozen
 
 from rollgrad.adapters.servers.agent_server import AgentServer
 from rollgrad.adapters.servers.server import Server
-from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
+from rollgrad.application.episodes.chat_request import SessionLimits
+from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.trajectory import SegmentKind

@@ -415,7 +415,10 @@ async def test_bodies_that_are_too_large_too_deep_or_none() -> None:
     async def scenario(served: Served, engine: ScriptedEngine, http: Http) -> None:
         for wire in (CHAT, MESSAGES):
             large = await http.post(path(served, wire), content=b" " * (MAX_BODY_BYTES + 1))
-            assert large.status_code == 413
+            assert large.status_code == 400
+            assert f"larger than {MAX_BODY_BYTES} bytes" in large.json()["error"]["message"]
+            assert served.session.refused == {"context_length": 1 + (wire == MESSAGES)}
+            assert served.session.stopped is StopReason.LENGTH
             for content in (
                 deep,
                 "",

@@ -353,7 +353,9 @@ def test_what_a_program_complains_of_is_said(tiny_model_dir: Path, tmp_path: Pat
         rollgrad.train(with_program(tiny_model_dir, tmp_path, CRASH), reward=FakeRewardSource())
 
 
-@pytest.mark.parametrize("limit", ["max_turns", "max_episode_tokens", "max_len", "positions", "max_episode_seconds"])
+@pytest.mark.parametrize(
+    "limit", ["max_turns", "max_episode_tokens", "max_len", "positions", "bytes", "max_episode_seconds"]
+)
 def test_an_episode_that_reaches_a_limit_is_truncated_not_failed(
     tiny_model_dir: Path, tmp_path: Path, limit: str
 ) -> None:
@@ -373,6 +375,8 @@ def test_an_episode_that_reaches_a_limit_is_truncated_not_failed(
         made.rollout.max_episode_tokens = 100
     elif limit == "max_len":
         made.data.max_len = 100
+    elif limit == "bytes":
+        (tmp_path / "agent.py").write_text(source.replace('"and then?"', '"x" * 10**6'))
     rollgrad.train(made)
     (row,) = rows(tmp_path)
     assert row["reward/mean"] == 0.0, "it did not come to return its reward"

@@ -18,8 +18,8 @@ from rollgrad.adapters.models.torch.heads.allowed_tokens import follow_grammars
 from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.servers.agent_server import AgentServer
 from rollgrad.adapters.servers.server import Server
-from rollgrad.application.episodes.chat_request import ChatRequest
-from rollgrad.application.episodes.chat_service import ChatService, SessionLimits
+from rollgrad.application.episodes.chat_request import ChatRequest, SessionLimits
+from rollgrad.application.episodes.chat_service import ChatService
 from rollgrad.application.episodes.ledger import Prepared
 from rollgrad.application.episodes.reply import sample_tokens
 from rollgrad.domain.batches.packed import pack

@@ -11,7 +11,7 @@ from rollgrad.adapters.environments.plain_methods import awaitable_environment
 from rollgrad.adapters.openrlhf.environment import AgentInstanceEnvironment
 from rollgrad.adapters.openrlhf.executor import CustomAgentExecutor
 from rollgrad.adapters.openrlhf.loading import AgentFile
-from rollgrad.application.episodes.chat_service import SessionLimits
+from rollgrad.application.episodes.chat_request import SessionLimits
 from rollgrad.application.episodes.external_agent import ServedAgentExecutor
 from rollgrad.application.episodes.multi_turn import EnvironmentFactory, MultiTurnExecutor
 from rollgrad.application.episodes.tool_environment import ToolEnvironment

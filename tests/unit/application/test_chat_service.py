@@ -11,8 +11,8 @@ import pytest
 import structlog
 from attrs import evolve
 
-from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError
-from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
+from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError, SessionLimits
+from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.external_agent import ServedAgentExecutor, _for_clients
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.application.episodes.stop_text import StopText
@@ -603,6 +603,18 @@ async def test_an_agent_that_asks_nothing_fails_and_says_why() -> None:
     result, _ = await episode(silent)
     assert isinstance(result, RolloutFailure)
     assert "did not ask for one" in result.message
+
+
+async def test_an_agent_that_leaves_before_each_reply_is_told_so() -> None:
+    async def hasty(session: RecordedSession) -> AgentResult:
+        asked = asyncio.create_task(session.reply(ask("go")))
+        await asyncio.sleep(0)
+        asked.cancel()
+        return AgentResult(reward=1.0)
+
+    result, _ = await episode(hasty)
+    assert isinstance(result, RolloutFailure)
+    assert "without a reply that came to its end (it asked for 1, and left them, or they failed)" in result.message
 
 
 async def test_settings_that_clients_send_in_vain_are_told_once_for_all_episodes() -> None:

@@ -10,8 +10,8 @@ from attrs import define
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError
-from rollgrad.application.episodes.chat_service import ChatService, RecordedSession, SessionLimits
+from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError, SessionLimits
+from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.messages import Message, same_message
