@@ -114,7 +114,10 @@ def _lines(prompt: str | None, *, terminal: bool) -> Iterator[str]:
     while True:
         if terminal:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  (line editing and history)
+                import readline  # line editing and history
+
+                # Lines that are pasted together are one message; Python turns that off.
+                readline.parse_and_bind("set enable-bracketed-paste on")
             try:
                 yield input("> ").strip()
             except EOFError:

@@ -5,6 +5,9 @@ import importlib.util
 import io
 import itertools
 import json
+import os
+import pty
+import readline
 import shutil
 import signal
 import subprocess
@@ -375,6 +378,24 @@ def test_a_terminal_takes_no_commands_from_a_model(
     monkeypatch.undo()
     expected = said.replace("\x1b", "\ufffd").replace("\x07", "\ufffd") if terminal else said
     assert shown.getvalue() == f"{expected}\n"
+
+
+@pytest.mark.skipif("GNU" not in (readline.__doc__ or ""), reason="editline knows no pasted texts")
+def test_lines_that_are_pasted_together_are_one_message() -> None:
+    code = "from rollgrad.entrypoints.cli.chat import _lines; print(next(_lines(None, terminal=True)).split())"
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
+    with subprocess.Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        while b"> " not in shown:
+            shown += os.read(ours, 4096)
+        os.write(ours, b"\x1b[200~one\ntwo\x1b[201~\r")
+        while b"']" not in shown:
+            shown += os.read(ours, 4096)
+        os.close(ours)
+    assert b"['one', 'two']" in shown
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
