@@ -394,6 +394,7 @@ def test_lines_that_are_pasted_together_are_one_message() -> None:
         while b"']" not in shown:
             shown += os.read(ours, 4096)
         os.close(ours)
+    assert b"\x1b[?2004h" in shown, "which has the terminal mark what is pasted"
     assert b"['one', 'two']" in shown
     assert process.returncode == 0
 
