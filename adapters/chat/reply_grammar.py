@@ -16,6 +16,9 @@ from rollgrad.domain.ports.chat_codec import ToolSchema
 
 WRITTEN_AS_DUMPS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """Options of llguidance for JSON as `json.dumps` writes it."""
+MOST_ITEMS = 2**14
+"""Largest sum of `minItems` and `maxItems` in the schemas of a reply, which llguidance takes half a second for. It
+writes a rule an item before its own bound of a grammar's size holds: 10^9 of them would take all memory."""
 ANYTHING = r"/(.|\n)*/"
 NEWLINES = r"/\n*/"
 CALLABLE = "the families of Hermes, Qwen 2.5 and 3, Llama 3, Mistral and DeepSeek"
@@ -48,6 +51,12 @@ class ReplyGrammar:
         """
         if self._fields is HARMONY:
             raise DataError("Replies of this model (gpt-oss) have channels, whose form cannot be prescribed.")
+        items = _items([form.schema, *(tool for tool in tools if tool["function"]["name"] in form.calls)])
+        if items > MOST_ITEMS:
+            raise DataError(
+                f"The form of the reply cannot be prescribed: minItems and maxItems of its schemas are {items:g} "
+                f"together, but they may be {MOST_ITEMS}: lower them, or leave maxItems out."
+            )
         from llguidance import LLMatcher
 
         # Ids of special tokens are known to a tokenizer alone, so that here their texts stand for them.
@@ -135,6 +144,15 @@ def _bytes() -> Any:
     from llguidance import LLTokenizer
 
     return LLTokenizer("byte")
+
+
+def _items(value: Any) -> float:
+    """Returns the sum of `minItems` and `maxItems` in schemas, wherever they stand."""
+    if isinstance(value, Mapping):
+        bounds = (value.get("minItems"), value.get("maxItems"))
+        own = sum(max(0, bound) for bound in bounds if isinstance(bound, int | float))
+        return own + sum(map(_items, value.values()))
+    return sum(map(_items, value)) if isinstance(value, list | tuple) else 0
 
 
 def _objects(names: Mapping[str, str], arguments: Mapping[str, str], key: str) -> list[str]:

@@ -149,6 +149,12 @@ def test_several_calls(tiny_tokenizer: Any) -> None:
         ("smollm2", ReplyForm(schema={"$ref": "#"}), "no text has it"),
         ("smollm2", ReplyForm(schema=False), "no JSON schema that a text can follow"),
         ("smollm2", ReplyForm(schema={"const": "a<|im_end|>"}), "spells out the control token <|im_end|>"),
+        (
+            "smollm2",
+            ReplyForm(schema={"items": {"minItems": 9}, "maxItems": 10**7}),
+            "maxItems of its schemas are 1e.07",
+        ),
+        ("smollm2", ReplyForm(schema={"minItems": float("inf")}), "are inf together, but they may be 16384"),
         ("glm4moe", ReplyForm(calls=("weather",)), "A call of a tool cannot be prescribed to this model, only to"),
         ("gptoss", ReplyForm(schema=SCHEMA), "channels"),
     ],
@@ -157,6 +163,21 @@ def test_what_cannot_be_prescribed_is_told(tiny_tokenizer: Any, template: str, f
     codec = TemplateCodec(tokenizer_with(template, tiny_tokenizer))
     with pytest.raises(DataError, match=told):
         codec.grammar(form, "", TOOLS)
+
+
+def test_lists_of_thousands_can_be_prescribed(tiny_tokenizer: Any) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 4000, "maxItems": 8000}
+    grammar = TemplateCodec(tiny_tokenizer).grammar(ReplyForm(schema=schema), "")
+    assert Grammars(tiny_tokenizer, [tiny_tokenizer.eos_token_id]).begin(grammar)
+
+
+def test_bounds_of_the_items_of_a_call_count_too(tiny_tokenizer: Any) -> None:
+    parameters = {"type": "object", "properties": {"days": {"type": "array", "maxItems": 10**7}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    codec = TemplateCodec(tokenizer_with("qwen3", tiny_tokenizer))
+    assert codec.grammar(ReplyForm(schema=SCHEMA), "", tools)
+    with pytest.raises(DataError, match="minItems and maxItems"):
+        codec.grammar(ReplyForm(calls=("f",)), "", tools)
 
 
 def test_a_text_that_looks_like_a_token_of_the_grammar(tiny_tokenizer: Any) -> None:
