@@ -331,6 +331,8 @@ def test_what_is_not_supported_is_refused_by_its_name(client: Any, training: Any
         "stop=[]": message(lambda: sample(sampling_params=tinker.SamplingParams(max_tokens=1, stop=[]))),
         "positions": message(lambda: sample(sampling_params=tinker.SamplingParams(max_tokens=10**6))),
         "no tokens": message(lambda: sample(prompt=tinker.ModelInput.empty())),
+        "num_samples is 5000, but it must be from 1 to 4096": message(lambda: sample(num_samples=5000)),
+        "The rank is 1000000, but it must be from 1 to 512": message(lambda: new(rank=10**6)),
     }
     for part, text in said.items():
         assert part in text, said

@@ -29,6 +29,11 @@ from rollgrad.domain.ports.models import StepwisePolicy
 SESSION_SECONDS = 600.0
 """Seconds without a sign of life, which clients give every 10, after which a session's models are freed."""
 
+MOST_RANK = 512
+"""Largest rank of adapters, vLLM's: one that is no number of theirs would take the memory of all runs."""
+MOST_SAMPLES = 4096
+"""Most samples of one request, each of which is a request to the engine."""
+
 UNEMBEDDING = (
     "rollgrad puts adapters on the linear layers of attention and MLP; train_unembed has no effect: the output "
     "embedding stays as it is."
@@ -131,8 +136,7 @@ class TinkerService:
         lora = request.lora_config
         if lora is None:
             raise wire.unsupported("training without LoRA", "set lora_config, or use rollgrad train")
-        if lora.rank < 1:
-            raise HttpError(400, f"The rank is {lora.rank}, but it must be 1 or more.", code="invalid_request")
+        _check_range("The rank", lora.rank, MOST_RANK)
         if not (lora.train_attn and lora.train_mlp):
             raise wire.unsupported("LoRA on a part of the layers", "leave out train_attn and train_mlp")
         if lora.train_unembed:
@@ -269,8 +273,7 @@ class TinkerService:
         prompt = wire.read_prompt(request)
         if not 0 <= min(prompt) <= max(prompt) < self.models.vocabulary:
             raise HttpError(400, f"The prompt has a token outside of 0 to {self.models.vocabulary - 1}.")
-        if request.num_samples < 1:
-            raise HttpError(400, f"num_samples is {request.num_samples}, but it must be 1 or more.")
+        _check_range("num_samples", request.num_samples, MOST_SAMPLES)
         room = None if self.models.max_tokens is None else self.models.max_tokens - len(prompt)
         params = wire.read_sampling(request, secrets.randbits(61), room)
         request_id = f"{request.sampling_session_id}:{request.seq_id}"
@@ -370,6 +373,11 @@ def _described(run: Run, request: Any) -> Description:
 
 def _unnumbered(which: str) -> HttpError:
     return HttpError(400, f"seq_id is not set: number the requests {which}.", code="invalid_request")
+
+
+def _check_range(name: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        raise HttpError(400, f"{name} is {value}, but it must be from 1 to {most}.", code="invalid_request")
 
 
 def _texts(metadata: Mapping[str, Any] | None) -> dict[str, str]:
