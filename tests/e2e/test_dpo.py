@@ -31,12 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PREFERENCES = ROOT / "examples" / "data" / "preferences"
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared data and the reference's log-probs stay out of the user's home."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
     rows = [

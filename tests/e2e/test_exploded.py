@@ -30,7 +30,6 @@ def test_weights_that_explode_in_the_last_step_are_named_and_not_saved(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("rows.jsonl").write_text(f"{json.dumps(PAIR)}\n" * 2)
     Path("reward.py").write_text(
         "def reward_func(queries, prompts, labels):\n    return [sum(map(ord, query)) % 7 for query in queries]\n"

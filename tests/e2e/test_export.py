@@ -36,10 +36,9 @@ GROUPS = 4
 
 
 @pytest.fixture
-def run(tmp_path: Path, tiny_tokenizer: object, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path, tiny_tokenizer: object) -> Path:
     """A run's directory with an update of four groups, whose replies are right, wrong, and right in other words; and an
     evaluation."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked = [f"What is {number} plus {number}?" for number in range(GROUPS)]
     return kept_run(tmp_path, TemplateCodec(tiny_tokenizer), asked)
 

@@ -36,7 +36,6 @@ TRAINERS: dict[str, tuple[Callable[[], OfflineRun], Callable[[Any], Any]]] = {
 def test_each_set_is_measured_as_if_it_were_alone(
     trainer: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     make, container_of = TRAINERS[trainer]
 
     def row(number: int) -> dict[str, Any]:

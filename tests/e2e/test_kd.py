@@ -35,12 +35,6 @@ from tests.moved_models import moved_copy
 ROWS, BATCH, STEPS = 12, 4, 6
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared data stay out of the user's home."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def teacher(tiny_model_dir: Path, tmp_path: Path) -> Path:
     """The tiny model with other weights."""

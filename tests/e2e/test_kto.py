@@ -21,12 +21,6 @@ _ = scored
 LABELS, BATCH, STEPS = 20, 8, 5
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared data and the reference's log-probs stay out of the user's home."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def labelled(tmp_path: Path) -> Path:
     rows = [

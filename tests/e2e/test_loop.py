@@ -56,12 +56,6 @@ def reward_func(completions):
 COMMON = {"model_name_or_path": "", "dtype": DType.FLOAT32, "lr_warmup_ratio": 0.0}
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared data and the reference's log-probs stay out of the user's home."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def make(tiny_model_dir: Path, tmp_path: Path) -> Any:
     """Makes the settings of a loop of a kind, with the output `name`."""

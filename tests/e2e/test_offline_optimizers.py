@@ -31,7 +31,6 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
 @pytest.fixture
 def words(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the command that trains a model on its examples in the directory `out`."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
     def made(trainer: str) -> list[str]:

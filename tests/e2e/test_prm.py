@@ -27,12 +27,6 @@ from tests.moved_models import moved_copy
 ROWS, BATCH, STEPS = 18, 6, 6
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared data stay out of the user's home."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def solution(number: int, **more: Any) -> dict[str, Any]:
     """Two steps, of which the second is wrong in every other solution."""
     wrong = number % 2 == 1

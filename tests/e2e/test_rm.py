@@ -28,12 +28,6 @@ PAIRS, BATCH, STEPS = 18, 6, 6
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared data stay out of the user's home."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def pair(number: int, **more: Any) -> dict[str, Any]:
     chosen = f"The answer is {2 * number}" + "!" * (number % 5)
     return {"prompt": f"What is {number} plus {number}?", "chosen": chosen, "rejected": "I do not know.", **more}

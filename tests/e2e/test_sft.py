@@ -27,12 +27,6 @@ from tests.example_runs import logged, weights
 ROWS = 20
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared data stay out of the user's home."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def conversations(tmp_path: Path) -> Path:
     path = tmp_path / "chat.jsonl"

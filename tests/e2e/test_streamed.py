@@ -27,12 +27,6 @@ from tests.example_runs import Stopping, logged, small, weights, written
 ROWS, STEPS = 6, 3
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared data and the reference's log-probs stay out of the user's home."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def pair(number: int) -> dict[str, Any]:
     answers = {"chosen": f"It is {2 * number}.", "rejected": "I do not know." + "!" * (number % 3)}
     return {"prompt": f"What is {number} plus {number}?", **answers, "margin": number / 10, "weight": 1 + number % 2}
