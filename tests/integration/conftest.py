@@ -75,6 +75,14 @@ def kept_groups(_rays_end: None) -> Iterator[Any]:
 
 
 @pytest.fixture
+def group(ray: None, kept_groups: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A `WorkerGroup` of kept processes: two, or as many as a test's parameter says."""
+    group = kept_groups.group(getattr(request, "param", 2))
+    yield group
+    group.close()
+
+
+@pytest.fixture
 def runs_share_processes(ray: None, kept_groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs take their worker processes from `kept_groups`."""
     from rollgrad.entrypoints.composition import cluster

@@ -1,7 +1,7 @@
 """Images in several processes: models that are divided see them as one process does, and vLLM samples from them."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,6 @@ def steps(policy: Any, model: str) -> dict[str, float]:
     for _ in range(cluster.STEPS):
         metrics = policy.update([batch.select([0, 1, 3]), batch.select([2, 4, 5])], cluster.likelihood)
     return metrics
-
-
-@pytest.fixture
-def group(ray: None, kept_groups: Any) -> Iterator[WorkerGroup]:
-    group = kept_groups.group(2)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Models that are divided over processes by Ray and DeepSpeed or FSDP2 are the model of one process."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,6 @@ gradients by their size."""
 MUON_GAP = {torch.float32: 0.2, torch.bfloat16: 0.6}
 """Largest difference of a step, in its own length: Muon raises what rounding leaves in directions without a gradient.
 Parts that were made orthogonal apart would be 1 away."""
-
-
-@pytest.fixture
-def group(ray: None, kept_groups: Any, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    group = kept_groups.group(getattr(request, "param", 2))
-    yield group
-    group.close()
 
 
 @pytest.fixture(scope="module")

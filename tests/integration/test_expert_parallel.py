@@ -3,7 +3,7 @@ besides."""
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,6 @@ FAMILIES: Mapping[str, dict[str, int]] = {
 }
 """Settings of each: gpt-oss has biases, matrices that are turned, and is computed with padding; of the six experts of
 OLMoE two processes that hold the same three have two and one; Qwen 2 adds to what experts return in place."""
-
-
-@pytest.fixture
-def group(ray: None, kept_groups: Any, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    group = kept_groups.group(getattr(request, "param", 2))
-    yield group
-    group.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,13 +33,6 @@ gradients by their size."""
 BFLOAT16_TOLERANCE = 0.02
 """Largest difference of a weight of size 0.3: adapters of size 0.1 are rounded to 8 bits, and their product counts
 twice."""
-
-
-@pytest.fixture
-def group(ray: None, kept_groups: Any) -> Iterator[WorkerGroup]:
-    group = kept_groups.group(2)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Processes that divide the tokens of a batch among them train as one process does, whatever ZeRO divides besides."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,13 +49,6 @@ AT_ITS_STAGES = pytest.mark.parametrize(
     indirect=["group", "model_dir"],
 )
 """`EVERYWHERE`, with the stage of ZeRO."""
-
-
-@pytest.fixture
-def group(ray: None, kept_groups: Any, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
-    group = kept_groups.group(request.param)
-    yield group
-    group.close()
 
 
 @pytest.fixture(scope="module")
