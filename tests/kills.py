@@ -39,6 +39,7 @@ import yaml
 from attrs import asdict, frozen
 
 from rollgrad.adapters.tracking.trajectory_files import read_trajectories, rows
+from tests.example_runs import logged
 from tests.fakes.cluster import processes
 
 STEPS, BATCH, SAMPLES = 5, 4, 2
@@ -301,8 +302,7 @@ def accounts(output: Path, whole: Path) -> Iterator[str]:
         yield f"trained on {samples}, not on {due}"
     if sorted(row["step"] for row in played) != sorted([*range(1, STEPS + 1)] * BATCH * SAMPLES):
         yield "updates of another size"
-    logged = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in logged if "staleness/max" in row]
+    steps = [row for row in logged(output) if "staleness/max" in row]
     if [row["step"] for row in steps] != [*range(1, STEPS + 1)]:
         yield f"other steps: {[row['step'] for row in steps]}"
     if (oldest := max(row["staleness/max"] for row in steps)) > LAG:

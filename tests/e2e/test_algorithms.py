@@ -19,6 +19,7 @@ from rollgrad.domain.algorithms import catalogue
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import structure_config
+from tests.example_runs import logged
 from tests.fakes.teacher_server import TeacherServer
 from tests.moved_models import moved_copy
 
@@ -120,7 +121,7 @@ def workspace(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def train(*flags: str) -> list[dict[str, float]]:
     """The metrics of a run."""
     assert main(["train", "rl", "--config", "run.yaml", *" ".join(flags).split()]) == 0
-    rows = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
+    rows = logged(Path("out"))
     assert all(value == value and value is not None for row in rows for value in row.values())
     return rows
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from rollgrad.entrypoints.cli.main import main
+from tests.example_runs import logged
 
 GOOD_REWARD = "def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n"
 
@@ -135,7 +136,7 @@ def test_failures_within_the_budget_do_not_end_the_run(workspace: Path) -> None:
         "    return [float('nan') if call == 2 else float(call)]\n"
     )
     assert main(["train", "rl", "--config", "run.yaml", "--rollout.max_failures", "1"]) == 0
-    (row,) = map(json.loads, Path("out/metrics.jsonl").read_text().splitlines())
+    (row,) = logged(Path("out"))
     assert row["rollout/failed_reward"] == 1.0
     assert row["rollout/samples"] == 3.0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.example_runs import logged
 from tests.tiny_models import tiny_llama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,10 +22,6 @@ HELD_OUT = 25
 """Tasks on which that is measured."""
 
 Run = Callable[..., str]
-
-
-def metrics(output: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +60,7 @@ def words(steps: int, output: Path) -> list[str]:
 @pytest.mark.timeout(3600)
 def test_the_demo_learns(run_script: Run, tmp_path: Path) -> None:
     run_script(str(with_few_held_out("sums", tmp_path, held_out=HELD_OUT)), *words(STEPS, tmp_path / "run"))
-    before, *_, after = (line for line in metrics(tmp_path / "run") if "eval/pass@1" in line)
+    before, *_, after = (line for line in logged(tmp_path / "run") if "eval/pass@1" in line)
     assert 100 * (after["eval/pass@1"] - before["eval/pass@1"]) >= POINTS
     assert after["eval/truncated_share"] < min(0.5, before["eval/truncated_share"])  # replies come to end by themselves
     for name in ("report.html", "curves.png", "model/model.safetensors", "samples.jsonl"):
@@ -85,7 +82,7 @@ def test_other_demos_run(name: str, run_script: Run, small_smollm2: Path, tmp_pa
     """Runs the smallest form of both, with a model that knows nothing."""
     script = with_few_held_out(name, tmp_path, held_out=1, model=small_smollm2, batch_size=1, n_samples_per_prompt=2)
     run_script(str(script), *words(1, tmp_path / "run"))
-    before, trained, after = metrics(tmp_path / "run")
+    before, trained, after = logged(tmp_path / "run")
     assert trained["rollout/samples"] == 2
     assert before.keys() == after.keys()
 
@@ -100,7 +97,7 @@ def test_the_demo_of_word_problems_has_gsm8ks_form_and_trains(run_script: Run, t
     assert {frozenset(json.loads(row)) for row in few} == {frozenset({"question", "answer"})}
     assert all(re.search(r"\n#### \d+$", json.loads(row)["answer"]) for row in few)
     run_script(str(script), *words(1, tmp_path / "run"))
-    before, trained, after = metrics(tmp_path / "run")
+    before, trained, after = logged(tmp_path / "run")
     assert 0 < trained["reward/mean"] < 0.5
     assert trained["policy/grad_norm"] > 0
     assert trained["rollout/truncated_share"] < 0.5  # replies end with their line
@@ -116,7 +113,7 @@ def test_the_demo_of_word_problems_repeats(run_script: Run, tmp_path: Path) -> N
     script, runs = word_problems(tmp_path), [tmp_path / name for name in ("first", "again")]
     for run in runs:
         run_script(str(script), *words(1, run))
-    first, again = ([curve(line) for line in metrics(run)] for run in runs)
+    first, again = ([curve(line) for line in logged(run)] for run in runs)
     assert first == again
     models = (run / "model" / "model.safetensors" for run in runs)
     assert filecmp.cmp(*models, shallow=False), "the next step would sample by other weights"
@@ -138,7 +135,7 @@ def test_the_agents_demo_trains_on_its_tool_and_calls_it(run_script: Run, tmp_pa
     """Runs a quarter of its first step, for it takes longer to learn than a test should."""
     script = with_few_held_out("products", tmp_path, held_out=1, batch_size=2, n_samples_per_prompt=4)
     printed = run_script(str(script), *words(1, tmp_path / "run"))
-    before, trained, after = metrics(tmp_path / "run")
+    before, trained, after = logged(tmp_path / "run")
     assert trained["reward/tool_calls"] > 0.3
     assert trained["reward/branches"] == 1
     assert trained["policy/grad_norm"] > 0
@@ -153,7 +150,7 @@ def test_the_demo_of_fine_tuning_learns_within_three_small_steps(run_script: Run
     flags = {"ckpt.output_dir": tmp_path / "run", "ckpt.state_minutes": None, "data.cache_dir": tmp_path / "cache"}
     flags |= {"train.max_steps": 3, "train.batch_size": 4, "eval.max_samples": 4, "eval.steps": -1}
     run_script("examples/sft.py", *(word for name, value in flags.items() for word in (f"--{name}", str(value))))
-    before, after = (line for line in metrics(tmp_path / "run") if "eval/loss" in line)
+    before, after = (line for line in logged(tmp_path / "run") if "eval/loss" in line)
     assert after["eval/loss"] < before["eval/loss"] - 0.5
     assert after["eval/accuracy"] > before["eval/accuracy"] + 0.1
     assert (tmp_path / "run" / "report.html").stat().st_size > 0

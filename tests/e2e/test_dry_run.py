@@ -13,6 +13,7 @@ import yaml
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.training import NEW_OBJECTS
 from rollgrad.entrypoints.findings import FINE
+from tests.example_runs import logged
 from tests.tiny_architectures import tiny_model
 
 VERL = [
@@ -87,7 +88,7 @@ def test_rows_of_other_systems_are_shown_and_trained_on_without_naming_columns(r
     assert re.search(r"A step takes at least [\d.]+ s if", output)
     assert not Path("out").exists()
     assert run(*data)[0] == 0
-    (metrics, *_) = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()][1:]
+    (metrics, *_) = logged(Path("out"))[1:]
     assert metrics["rollout/samples"] == 4.0
 
 
@@ -260,7 +261,7 @@ def test_a_prompt_and_its_reply_share_one_budget(run: Any) -> None:
     status, _, errors, _ = run(*flags, "--data.max_len", "44", "--rollout.max_new_tokens", "400", "--dry_run")
     assert (status, errors) == (0, [])
     assert run(*flags, "--data.max_len", "44", "--rollout.max_new_tokens", "400")[0] == 0
-    (metrics,) = map(json.loads, Path("out/metrics.jsonl").read_text().splitlines())
+    (metrics,) = logged(Path("out"))
     assert 1 <= metrics["rollout/response_length_mean"] <= 3  # 41 tokens are the prompt's
 
 

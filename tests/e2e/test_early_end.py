@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.run_record import RunStatus, read_run
+from tests.example_runs import logged
 
 STARTUP_SECONDS = 300.0
 STOP_SECONDS = 200.0
@@ -93,8 +94,8 @@ def step(output: str = "out") -> int:
     return int(json.loads(Path(output, "model.state.json").read_text())["step"])
 
 
-def logged(output: str = "out") -> list[Any]:
-    return [json.loads(line)["step"] for line in Path(output, "metrics.jsonl").read_text().splitlines()]
+def steps() -> list[Any]:
+    return [row["step"] for row in logged(Path("out"))]
 
 
 def test_a_reward_that_breaks_costs_its_own_rollout_only(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +106,7 @@ def test_a_reward_that_breaks_costs_its_own_rollout_only(workspace: Path, capsys
     assert step() == BREAKS_AT - 1
     assert Path("out/report.html").exists()
     assert train("--ckpt.resume", "auto") == 0
-    assert logged() == list(range(1, STEPS + 1))
+    assert steps() == list(range(1, STEPS + 1))
     assert train("--ckpt.output_dir", "whole") == 0
     assert same("out/model", "whole/model")
 
@@ -125,7 +126,7 @@ def test_a_full_disk_leaves_the_last_finished_step(rollgrad_command: list[str]) 
     assert step() == BREAKS_AT
     assert weights("out/model")
     assert train("--ckpt.resume") == 0, "the state of the step before is whole"
-    assert logged() == list(range(1, STEPS + 1))
+    assert steps() == list(range(1, STEPS + 1))
 
 
 @pytest.mark.slow
@@ -153,11 +154,11 @@ def test_a_signal_ends_the_run_as_ctrl_c_does(
     assert process.returncode == 128 + number, stderr
     assert "what was trained is in out" in stderr
     assert (workspace / "out" / "report.html").exists()
-    assert step() == logged()[-1] >= 2
+    assert step() == steps()[-1] >= 2
     assert weights(workspace / "out" / "model")
     more = str(step() + 1)
     assert train("--ckpt.resume", "--train.max_steps", more) == 0
-    assert logged() == list(range(1, int(more) + 1))
+    assert steps() == list(range(1, int(more) + 1))
 
 
 BLOCKING = """
@@ -197,7 +198,7 @@ def test_a_signal_ends_a_run_that_users_code_blocks(workspace: Path, rollgrad_co
             process.kill()
     assert process.returncode == 128 + signal.SIGTERM, stderr
     assert "blocking.py, line 15" in stderr
-    assert step() == logged()[-1] == (1 if name == "reward" else 2)
+    assert step() == steps()[-1] == (1 if name == "reward" else 2)
     assert weights(workspace / "out" / "model")
     assert Path("out", f"training_state_{step()}").exists()
 
@@ -219,7 +220,7 @@ def test_a_second_run_in_the_same_place_is_refused_until_told_to_overwrite(
     assert Path("out/metrics.jsonl").read_text() == first
     assert train("--ckpt.overwrite", "--ckpt.resume") == 2
     assert train("--ckpt.overwrite", "--train.max_steps", "1") == 0
-    assert logged() == [1]
+    assert steps() == [1]
     assert not Path("out/step_2").exists()
     assert Path("out/notes.txt").read_text() == "mine"
 
@@ -229,7 +230,7 @@ def test_what_cannot_begin_replaces_nothing(workspace: Path) -> None:
     Path("broken").mkdir()
     Path("broken/config.json").write_text("{}")
     assert train("--ckpt.overwrite", "--actor.model_name_or_path", "./broken") == 2
-    assert logged() == [1]
+    assert steps() == [1]
     assert step() == 1
     assert Path("out/training_state_1").exists()
 
@@ -240,7 +241,7 @@ def test_auto_resumes_where_there_is_something_and_begins_where_there_is_nothing
     auto = ("--ckpt.resume", "auto")
     assert train(*auto, "--train.max_steps", "2") == 0
     assert train(*auto) == 0
-    assert logged() == list(range(1, STEPS + 1))
+    assert steps() == list(range(1, STEPS + 1))
     for state in Path("out").glob("training_state_*"):
         shutil.rmtree(state)
     assert train(*auto) == 2, "a model without a state would be replaced"
@@ -248,7 +249,7 @@ def test_auto_resumes_where_there_is_something_and_begins_where_there_is_nothing
     for name in ("model", "model.state.json"):
         Path("out", name).rename(f"kept_{name}")
     assert train(*auto, "--train.max_steps", "1") == 0, "logs of a run that was killed before it saved anything"
-    assert logged() == [1]
+    assert steps() == [1]
 
 
 def test_the_training_state_may_lie_elsewhere(workspace: Path) -> None:
@@ -296,9 +297,9 @@ def test_a_run_continues_as_what_it_began(
     told = capsys.readouterr().err
     assert "train_max_tokens_per_micro_batch=" in told
     assert "actor_adam_lr=" in told
-    rows = map(json.loads, Path("out/metrics.jsonl").read_text().splitlines())
+    rows = logged(Path("out"))
     assert [row["policy/lr"] for row in rows] == [0.001] + [0.0005] * (STEPS - 1)
-    assert logged() == list(range(1, STEPS + 1))
+    assert steps() == list(range(1, STEPS + 1))
     assert yaml.safe_load(Path("out/config.yaml").read_text())["train"]["max_tokens_per_micro_batch"] == 300
 
 
@@ -312,7 +313,7 @@ def test_a_state_of_an_earlier_version_continues_after_a_warning(
     torch.save(state, "out/training_state.pt")
     assert train("--ckpt.resume") == 0
     assert "nothing is compared" in capsys.readouterr().err
-    assert logged() == list(range(1, STEPS + 1))
+    assert steps() == list(range(1, STEPS + 1))
     assert train("--ckpt.output_dir", "whole") == 0
     assert same("out/model", "whole/model")
 
@@ -327,7 +328,7 @@ def test_a_broken_state_costs_the_steps_after_the_one_before(
     file.write_bytes(content)
     assert train("--ckpt.resume") == 0
     assert "state.pt of training_state_3 is not what was written" in capsys.readouterr().err
-    assert logged() == list(range(1, STEPS + 1))
+    assert steps() == list(range(1, STEPS + 1))
     assert train("--ckpt.output_dir", "whole") == 0
     assert same("out/model", "whole/model")
 
@@ -355,7 +356,7 @@ def test_a_reward_that_changes_the_directory_moves_nothing(workspace: Path, caps
     assert train("--reward.function_path", "wandering.py", "--ckpt.save_steps", "2", "--ckpt.state_steps", "1") == 0
     assert capsys.readouterr().out.splitlines()[-1] == "out/report.html"
     os.chdir(workspace)
-    assert logged() == list(range(1, STEPS + 1))
+    assert steps() == list(range(1, STEPS + 1))
     assert {path.name for path in Path("out").iterdir() if not path.name.startswith(".")} == {
         *("config.yaml", "curves.png", "metrics.jsonl", "model", "model.state.json", "report.html", "run.json"),
         *("samples.jsonl", "trajectories", "step_2", "step_2.state.json", "training_state_3", "training_state_4"),
@@ -369,7 +370,7 @@ def test_a_log_whose_last_line_was_cut_off_is_continued(workspace: Path) -> None
     with Path("out/samples.jsonl").open("a") as file:
         file.write('{"step": 2, "prompt": "\u2028\x85", "response": ""}\n{"step"')
     assert train("--ckpt.resume") == 0
-    assert logged() == list(range(1, STEPS + 1))
+    assert steps() == list(range(1, STEPS + 1))
     samples = [json.loads(line) for line in Path("out/samples.jsonl").read_text(encoding="utf-8").split("\n") if line]
     assert [row["prompt"] for row in samples].count("\u2028\x85") == 1
 
@@ -384,6 +385,6 @@ def test_a_saved_critic_continues(workspace: Path) -> None:
         _, head = load_critic(saved, dtype=torch.float32, device=torch.device("cpu"), flag="--critic")
         assert head["weight"].abs().max() > 0, "it has learned"
     assert train(*ppo, "--critic.model_name_or_path", "out/model/critic", "--ckpt.output_dir", "next") == 0
-    explained = [json.loads(line) for line in Path("next/metrics.jsonl").read_text().splitlines()]
-    fresh = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    explained = logged(Path("next"))
+    fresh = logged(Path("out"))
     assert explained[0]["critic/value_loss"] < fresh[0]["critic/value_loss"]

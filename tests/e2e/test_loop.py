@@ -46,6 +46,7 @@ from rollgrad.entrypoints.cli.loop import LOOPS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.cli.parsing import parse_run
 from rollgrad.entrypoints.config_io import dump_config, setting_names
+from tests.example_runs import logged
 from tests.scripts import ScriptHost
 
 ROWS, PROMPTS, SAMPLES = 6, 4, 4
@@ -125,8 +126,7 @@ def test_rejection_sampling_learns_the_best_replies(make: Any, tiny_model_dir: P
     assert result.history[1]["loop/examples"] == len(kept)
     assert result.history[1]["reward/mean"] == pytest.approx(sum(row["reward"] for row in scored) / len(scored))
     assert result.report is not None
-    logged = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in logged] == [0, 1, 2]
+    assert [line["step"] for line in logged(result.output_dir)] == [0, 1, 2]
     second = {row["row"] for row in rows(result.output_dir / "iteration_2" / "replies.jsonl")}
     assert len(second) == PROMPTS
     assert {row["row"] for row in scored} | second == set(range(ROWS))  # it went on, and began again

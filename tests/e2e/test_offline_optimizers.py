@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rollgrad.entrypoints.cli.main import main
+from tests.example_runs import logged
 from tests.moved_models import moved_copy
 
 ROWS, BETA = 4, 0.25
@@ -73,9 +74,7 @@ def test_adapters_on_quantised_weights(words: Any, trainer: str) -> None:
     more += ["--ckpt.state_steps", "1"]
     assert main([*words(trainer), *more, "--train.max_steps", "3"]) == 0
     assert main([*words(trainer), *more, "--train.max_steps", "4", "--ckpt.resume", "always"]) == 0
-    steps = [
-        row for row in map(json.loads, Path("out", "metrics.jsonl").read_text().splitlines()) if "train/loss" in row
-    ]
+    steps = [row for row in logged(Path("out")) if "train/loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert steps[-1]["train/loss"] < steps[0]["train/loss"]
     trained, average = weights(Path("out", "model")), weights(Path("out", "model", "ema"))

@@ -21,7 +21,7 @@ from rollgrad.domain.episodes.rewards import RewardInput
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.composition.rl.rewards import make_reward_model
-from tests.example_runs import Stopping, small, written
+from tests.example_runs import Stopping, logged, small, written
 from tests.moved_models import moved_copy
 
 ROWS, BATCH, STEPS = 18, 6, 6
@@ -46,8 +46,7 @@ def settings(model: Path, data: Path, output: Path, **more: Any) -> PRMRun:
 def losses(run: PRMRun) -> list[float]:
     """The loss of each step."""
     result = rollgrad.train_prm(run)
-    lines = (result.output_dir / "metrics.jsonl").read_text().splitlines()
-    return [row["train/loss"] for row in map(json.loads, lines) if "train/loss" in row]
+    return [row["train/loss"] for row in logged(result.output_dir) if "train/loss" in row]
 
 
 def judged(model: Path, text: str, places: list[str]) -> list[float]:

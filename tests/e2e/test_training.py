@@ -27,6 +27,7 @@ from rollgrad.testing.clock import FakeClock
 from rollgrad.testing.metric_sink import FakeMetricSink
 from rollgrad.testing.prompt_source import FakePromptSource
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.example_runs import logged
 from tests.fakes.hub import hub_double
 
 REWARD = """
@@ -89,7 +90,7 @@ def train(*flags: str) -> int:
 
 
 def metrics(output: str = "out") -> list[dict[str, float]]:
-    return [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
+    return logged(Path(output))
 
 
 def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:

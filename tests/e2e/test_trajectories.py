@@ -16,6 +16,7 @@ from rollgrad.adapters.tracking.trajectory_schema import schema
 from rollgrad.entrypoints import reporting, training
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.run_record import RunStatus, read_run
+from tests.example_runs import logged
 
 REWARD = """
 import os, signal
@@ -78,8 +79,7 @@ def test_a_run_leaves_all_rollouts_whose_tokens_sum_to_the_logged_loss(workspace
     assert train("--train.profile_steps", "1") == 0
     assert [str(path) for path in Path("out/profile").rglob("*.gz")] == ["out/profile/step-000002/run.json.gz"]
     assert names() == ["eval-000000", "step-000001", "step-000002", "step-000003", "eval-000003"]
-    logged = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
-    for metrics in logged:
+    for metrics in logged(Path("out")):
         if "policy/policy_loss" not in metrics:
             continue
         step = [row for row in kept() if (row["kind"], row["step"]) == ("update", metrics["step"])]

@@ -14,6 +14,7 @@ from rollgrad.application.rollouts.groups import RolloutGroup
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import ConfigurationError, RewardError
+from tests.example_runs import logged
 
 GUIDE = """
 from typing import Any, Dict
@@ -123,8 +124,8 @@ def config(tiny_model_dir: Path, folder: Path, source: str) -> RLConfig:
 
 
 def metrics(folder: Path) -> dict[str, Any]:
-    (line,) = (folder / "out" / "metrics.jsonl").read_text().splitlines()
-    return dict(json.loads(line))
+    (row,) = logged(folder / "out")
+    return row
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from rollgrad.entrypoints.composition.rl.forms import unprescribed
 from rollgrad.entrypoints.composition.rl.training_server import TrainingServer
 from rollgrad.testing.chat_codec import FakeChatCodec
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.example_runs import logged
 from tests.fakes.scripted_engine import ScriptedEngine
 
 OPENAI = """
@@ -145,10 +146,6 @@ def with_program(tiny_model_dir: Path, folder: Path, source: str) -> RLConfig:
     return made
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-
-
 FORM = """
 import json
 
@@ -181,7 +178,7 @@ def test_replies_of_a_prescribed_form_are_learned_from(
     made.actor.lora.rank = 4 if adapters else 0
     made.actor.adam.lr = 1e-2
     rollgrad.train(made)
-    first, second = rows(tmp_path)
+    first, second = logged(tmp_path / "out")
     assert {first["reward/branches"], second["reward/branches"]} == {1}
     assert abs(first["policy/ref_kl"]) < 1e-6, "both are of the same weights and the same allowed tokens"
     assert second["policy/ref_kl"] != 0
@@ -195,8 +192,8 @@ def test_replies_of_a_prescribed_form_are_learned_from(
     assert main(["replay", str(tmp_path / "out"), "--step", "1"]) == 0
     _, *told = capsys.readouterr().out.splitlines()
     assert told
-    for name, logged, now in map(str.split, told):
-        assert float(now) == pytest.approx(float(logged), rel=1e-4, abs=1e-6), name
+    for name, before, now in map(str.split, told):
+        assert float(now) == pytest.approx(float(before), rel=1e-4, abs=1e-6), name
 
 
 def test_a_form_that_the_loss_could_not_follow_is_refused(tiny_model_dir: Path) -> None:
@@ -226,7 +223,7 @@ def test_a_form_that_the_loss_could_not_follow_is_refused(tiny_model_dir: Path) 
 def test_a_function_returns_its_reward(tiny_model_dir: Path, tmp_path: Path, source: str) -> None:
     result = rollgrad.train(with_file(tiny_model_dir, tmp_path, source.replace("{RETURN}", "1.5")))
     assert result.steps == 2
-    for row in rows(tmp_path):
+    for row in logged(tmp_path / "out"):
         assert row["reward/mean"] == 1.5
         assert row["reward/turns"] == 2
         assert row["reward/branches"] == 1
@@ -237,7 +234,7 @@ def test_an_agent_with_a_process_of_its_own_is_closed_with_the_run(tiny_model_di
     made = with_file(tiny_model_dir, tmp_path, AGENT_PROGRAM)
     made.train.max_steps = 1
     rollgrad.train(made)
-    (row,) = rows(tmp_path)
+    (row,) = logged(tmp_path / "out")
     assert (row["reward/mean"], row["reward/calls"]) == (2.5, 1.0)
     assert (tmp_path / "closed").read_text() == "closed "
 
@@ -264,7 +261,7 @@ def test_each_role_learns_from_a_reward_of_its_own(tiny_model_dir: Path, tmp_pat
     made = with_file(tiny_model_dir, tmp_path, SIDES)
     made.algo.advantage.estimator, made.train.max_steps = "dr_grpo", 1
     rollgrad.train(made)
-    (row,) = rows(tmp_path)
+    (row,) = logged(tmp_path / "out")
     assert (row["reward/mean"], row["reward/mean/first"], row["reward/mean/second"]) == (0.0, 1.5, -1.5)
     assert row["reward/calls"] == 3.0
     (path,) = trajectory_files(tmp_path / "out")
@@ -292,7 +289,7 @@ def test_the_runs_reward_judges_an_answer(
     made = with_file(tiny_model_dir, tmp_path, OPENAI.replace("{RETURN}", answer))
     made.train.max_steps = 1
     rollgrad.train(made, reward=judge)
-    (row,) = rows(tmp_path)
+    (row,) = logged(tmp_path / "out")
     assert row["reward/mean"] == 0.25
     seen = [request.response for request in judge.requests]
     assert len(seen) == 4
@@ -303,14 +300,14 @@ def test_a_verifier_judges_an_answer(tiny_model_dir: Path, tmp_path: Path) -> No
     made = with_file(tiny_model_dir, tmp_path, OPENAI.replace("{RETURN}", "task.prompt.label"))
     made.reward.verifier, made.train.max_steps = Verifier.EXACT_MATCH, 1
     rollgrad.train(made)
-    assert rows(tmp_path)[0]["reward/mean"] == 1.0
+    assert logged(tmp_path / "out")[0]["reward/mean"] == 1.0
 
 
 def test_branches_are_one_sample_with_one_reward(tiny_model_dir: Path, tmp_path: Path) -> None:
     made = with_file(tiny_model_dir, tmp_path, BRANCHES)
     made.algo.advantage.estimator = "group_norm"
     rollgrad.train(made)
-    for row in rows(tmp_path):
+    for row in logged(tmp_path / "out"):
         assert row["reward/turns"] == 3
         assert row["reward/branches"] == 3
         assert row["reward/unlearned_turns"] == 1
@@ -323,7 +320,7 @@ def test_a_program_is_trained_by_its_base_url(tiny_model_dir: Path, tmp_path: Pa
     made.train.max_steps, made.rollout.n_samples_per_prompt = 1, 1
     made.train.batch_size = 2
     rollgrad.train(made, reward=judge)
-    (row,) = rows(tmp_path)
+    (row,) = logged(tmp_path / "out")
     assert row["reward/turns"] == 2
     seen = [request.response for request in judge.requests]
     assert len(seen) == 2
@@ -378,7 +375,7 @@ def test_an_episode_that_reaches_a_limit_is_truncated_not_failed(
     elif limit == "bytes":
         (tmp_path / "agent.py").write_text(source.replace('"and then?"', '"x" * 10**6'))
     rollgrad.train(made)
-    (row,) = rows(tmp_path)
+    (row,) = logged(tmp_path / "out")
     assert row["reward/mean"] == 0.0, "it did not come to return its reward"
     assert row["rollout/truncated_share"] == 1.0
     if limit == "max_turns":

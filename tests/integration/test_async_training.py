@@ -23,6 +23,7 @@ from rollgrad.domain.episodes.trajectory import NO_VERSION, Trajectory
 from rollgrad.domain.ports.environment import Action, StepResult
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.adapted_models import plain
+from tests.example_runs import logged
 
 TOLERANCE = 1e-4
 """Largest difference of a float32 log-prob: products are summed in another order, no more."""
@@ -93,8 +94,7 @@ def make(tiny_model_dir: Path, tmp_path: Path) -> Callable[..., RLConfig]:
 
 
 def rows(config: RLConfig) -> list[dict[str, float]]:
-    lines = Path(config.ckpt.output_dir, "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return logged(Path(config.ckpt.output_dir))
 
 
 def parameters(path: Path) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.application.settings.sections.vllm import SyncBackend
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.example_runs import logged
 from tests.fakes.cluster import wait_for
 from tests.fakes.controller import letters
 from tests.fakes.seen_gpus import SeeingHost, SeeingWorker, Seen
@@ -182,7 +183,7 @@ def test_a_run_trains_on_the_gpus_of_an_engine(
     before = {*Path("/dev/shm").glob("vllm_dist_*")}
     rollgrad.train(config, reward=FakeRewardSource(letters))
     assert {*Path("/dev/shm").glob("vllm_dist_*")} <= before, "no name is left of what its processes shared"
-    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    lines = logged(tmp_path / "run")
     steps = [line for line in lines if "reward/mean" in line]
     assert len(steps) == 2
     assert all(line["policy/mismatch_kl"] < 1e-5 for line in steps), "engine and trainer agree on what they sample"

@@ -37,6 +37,7 @@ from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.restarts import until_finished
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.accounts import nothing_is_lost
+from tests.example_runs import logged
 from tests.fakes import cluster, controller
 from tests.fakes.controller import letters
 from tests.fakes.teacher_server import TeacherServer
@@ -81,8 +82,7 @@ def train(config: RLConfig, **adapters: Any) -> list[dict[str, float]]:
 
 
 def steps(config: RLConfig) -> list[dict[str, float]]:
-    lines = (Path(config.ckpt.output_dir) / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if "reward/mean" in line]
+    return [row for row in logged(Path(config.ckpt.output_dir)) if "reward/mean" in row]
 
 
 def model(config: RLConfig) -> dict[str, torch.Tensor]:
@@ -243,8 +243,7 @@ def test_learning_from_examples_in_several_processes_is_that_in_one(
                 section, _, name_there = setting.partition(".")
                 setattr(getattr(run, section), name_there, value)
         result = train_on_examples(run)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return list(map(json.loads, lines)), load_file(result.model / "model.safetensors")
+        return logged(tmp_path / name), load_file(result.model / "model.safetensors")
 
     (alone, one), (divided_steps, two) = (
         trained("alone", 1),

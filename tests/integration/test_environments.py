@@ -21,6 +21,7 @@ from rollgrad.domain.episodes.generation import Generation, StopReason
 from rollgrad.domain.episodes.messages import Action, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.ports.environment import Environment, StepResult
+from tests.example_runs import logged
 
 TURN_LIMIT = 300
 
@@ -192,8 +193,7 @@ def test_a_model_is_trained_on_each(
     config.ckpt.output_dir = str(tmp_path / "run")
     config.logger.console = False
     assert rollgrad.train(config, environment=make).steps == 2
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    trained = [line for line in lines if "reward/mean" in line]
+    trained = [line for line in logged(tmp_path / "run") if "reward/mean" in line]
     assert len(trained) == 2
     assert all(1 <= line["reward/turns"] <= 3 for line in trained)
     assert all(line["policy/mismatch_abs"] < 1e-3 for line in trained if "policy/mismatch_abs" in line)

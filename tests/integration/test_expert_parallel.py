@@ -23,6 +23,7 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.batches.passes import Passes
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.example_runs import logged
 from tests.fakes import cluster, expert_parallel, lora
 from tests.fakes.controller import letters
 from tests.integration.test_cluster_models import assert_alike, training_state
@@ -278,8 +279,7 @@ def ppo(path: Path, folder: Path) -> RLConfig:
 
 
 def steps(config: RLConfig) -> list[dict[str, float]]:
-    lines = (Path(config.ckpt.output_dir) / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if "reward/mean" in line]
+    return [row for row in logged(Path(config.ckpt.output_dir)) if "reward/mean" in row]
 
 
 @pytest.mark.usefixtures("runs_share_processes")

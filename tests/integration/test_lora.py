@@ -37,6 +37,7 @@ from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.adapted_models import plain
 from tests.caught_requests import paused
+from tests.example_runs import logged
 from tests.integration.test_vllm_engine import kept_scores
 from tests.one_reply import PROMPT, learn, scores
 from tests.scripts import ScriptHost
@@ -286,8 +287,7 @@ def train(config: RLConfig) -> tuple[Path, list[dict[str, float]]]:
     """(the trained model, what each step reported); letters are rewarded."""
     letters = FakeRewardSource(lambda r: sum(c.isalpha() for c in r.response) / (1 + len(r.response)))
     result = rollgrad.train(config, reward=letters)
-    lines = (result.output_dir / "metrics.jsonl").read_text().splitlines()
-    return result.model, [json.loads(line) for line in lines]
+    return result.model, logged(result.output_dir)
 
 
 def parameters(path: Path) -> dict[str, torch.Tensor]:

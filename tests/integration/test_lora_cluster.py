@@ -22,6 +22,7 @@ from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParam
 from rollgrad.domain.errors import CheckpointError, NonFiniteUpdateError
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.example_runs import logged
 from tests.fakes import cluster, lora
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -143,7 +144,7 @@ def run_of(path: Path, output: Path, *, processes: int) -> list[dict[str, float]
         config.actor.num_gpus_per_node, config.ds.zero_stage = processes, 3
     letters = FakeRewardSource(lambda r: sum(c.isalpha() for c in r.response) / (1 + len(r.response)))
     rollgrad.train(config, reward=letters)
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return logged(output)
 
 
 @pytest.mark.usefixtures("runs_share_processes")

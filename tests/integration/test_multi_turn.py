@@ -28,6 +28,7 @@ from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.domain.ports.environment import StepResult
 from rollgrad.testing.agent_executor import FakeAgentExecutor, make_trajectory
 from rollgrad.testing.reward_source import FakeRewardSource
+from tests.example_runs import logged
 
 
 class CountDown:
@@ -161,7 +162,7 @@ def test_training_in_an_environment(tiny_model_dir: Path, tmp_path: Path, estima
     config.logger.console = False
     result = rollgrad.train(config, environment=Wordy)
     assert result.steps == 1
-    (row,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    (row,) = logged(tmp_path / "out")
     assert ("advantage/same_state_share" in row) == (estimator == "gigpo")
     shares = [value for key, value in row.items() if key.startswith("policy/gradient_share_turn_")]
     assert len(shares) > 1
@@ -188,7 +189,7 @@ def test_an_environment_s_episodes_are_penalised_by_their_sampled_tokens(tiny_mo
         environment=CountDown,
         sample_log=lambda step, groups: played.extend(t for group in groups for t in group.trajectories),
     )
-    (row,) = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    (row,) = logged(tmp_path / "out")
     expected = [6 - 10 * t.action_length / 200 for t in played]
     assert all(t.action_length >= 3 for t in played)
     assert row["reward/shaped_mean"] == pytest.approx(sum(expected) / len(expected))
@@ -220,6 +221,6 @@ def test_rollouts_that_branch_take_the_optimizer_steps_that_were_planned(tiny_mo
     config.train.max_steps = 4
     config.ckpt.output_dir, config.logger.console = str(tmp_path / "out"), False
     rollgrad.train(config, executor=FakeAgentExecutor(branches), reward=FakeRewardSource(lambda request: 0.0))
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    rows = logged(tmp_path / "out")
     assert [row["policy/lr"] for row in rows] == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
     assert [row["policy/trained_share"] for row in rows] == [1.0] * 4

@@ -24,6 +24,7 @@ from rollgrad.domain.ports.agent_executor import EpisodeRequest
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.testing.chat_codec import FakeChatCodec
 from rollgrad.testing.rollout_engine import FakeRolloutEngine
+from tests.example_runs import logged
 
 RANDOM_STEPS = """
 import random
@@ -305,10 +306,6 @@ def config(tiny_model_dir: Path, folder: Path, *, agent: str | None = None, rewa
     return made
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(
     ("source", "wanted"),
     [
@@ -327,7 +324,7 @@ def test_agent_files_train(
     monkeypatch.syspath_prepend(tmp_path)
     made = config(tiny_model_dir, tmp_path, agent=source)
     assert rollgrad.train(made).steps == 2
-    for row in metrics(tmp_path):
+    for row in logged(tmp_path / "out"):
         assert {key: row[key] for key in wanted} == wanted
         assert row["policy/grad_norm"] > 0
         # A temperature of its own is not the one that the trainer scores with.
@@ -344,7 +341,7 @@ def test_a_reward_file_trains_from_the_command_line(tiny_model_dir: Path, tmp_pa
         *("--rollout.max_new_tokens", "8", "--ckpt.output_dir", made.ckpt.output_dir),
     ]
     assert main(arguments) == 0
-    (row,) = metrics(tmp_path)
+    (row,) = logged(tmp_path / "out")
     assert row["reward/right"] == row["reward/score_mean"] == 1.0
     assert row["reward/custom_metric"] == pytest.approx(row["reward/mean"])
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rollgrad.entrypoints.cli.main import main
+from tests.example_runs import logged
 from tests.fakes.reward_server import JsonServer
 
 ASKED = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -66,7 +67,7 @@ def flags(model: Path, folder: Path, rows: list[dict[str, Any]], *more: str) -> 
 
 
 def latest(folder: Path) -> dict[str, Any]:
-    return dict(json.loads((folder / "out" / "metrics.jsonl").read_text().splitlines()[-1]))
+    return logged(folder / "out")[-1]
 
 
 @pytest.mark.parametrize("case", [TRL, VERL, STEPS], ids=["trl", "verl", "columns and step"])

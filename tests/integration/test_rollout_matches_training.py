@@ -1,7 +1,6 @@
 """The trainer scores the tokens that the engine has just sampled with the log-probs that the engine gave them."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from tests import tiny_architectures
+from tests.example_runs import logged
 from tests.tiny_models import saved
 
 FLAG = "--actor.model_name_or_path"
@@ -145,7 +145,7 @@ def test_without_learning_the_mismatch_stays_what_it_is(smollm2_dir: Path, tmp_p
     config.logger.console = False
     config.ckpt.output_dir, config.ckpt.state_minutes = str(tmp_path), None  # which would take as long as the run
     rollgrad.train(config, reward=lambda queries, prompts, labels: [float(len(query)) for query in queries])
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = logged(tmp_path)
     mismatch = torch.tensor([row["policy/mismatch_abs"] for row in rows])
     assert len(mismatch) == 2
     assert mismatch.max() < FLOAT32_TOLERANCE

@@ -1,7 +1,6 @@
 """A real `vllm serve`, started as the docs say, on a small model: it keeps an engine's promises, and trains."""
 
 import asyncio
-import json
 import os
 import shlex
 import socket
@@ -37,6 +36,7 @@ from rollgrad.domain.episodes.examples import WeightedTokens
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from tests.contract import test_rollout_engine, test_weight_channel
+from tests.example_runs import logged
 from tests.integration import test_vllm_engine
 from tests.integration.test_agent_training import FORM
 from tests.integration.test_vllm_engine import FLAG, PROMPT, TOLERANCE, ask, channel, learn, policy, scores
@@ -263,7 +263,7 @@ def test_a_run_trains_on_what_the_server_samples(
 ) -> None:
     flags = sums_flags | {"rollout.engine": "server", "rollout.server_urls": url, "train.max_steps": "3"}
     assert main(["train", "rl", *words(flags | settings)]) == 0
-    steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
+    steps = logged(Path("out"))
     assert [step["step"] for step in steps] == [1, 2, 3]
     exact = steps[:1] if settings.keys() >= ASYNC.keys() else steps  # the others' samples may be of an older policy
     for step in exact:  # the ratio is of the trainer's probability to the server's
@@ -292,7 +292,7 @@ async def test_a_teacher_on_the_server_teaches_as_one_in_the_run(
     found = []
     for of in ({"ref.url": url}, {"ref.model_name_or_path": "teacher", "ckpt.overwrite": "True"}):
         assert await asyncio.to_thread(main, ["train", "rl", *words(flags | of)]) == 0
-        steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
+        steps = logged(Path("out"))
         names = ("policy/ref_kl", "policy/loss", "policy/grad_norm")
         found.append([step[name] for step in steps if names[0] in step for name in names])
     assert found[0] == pytest.approx(found[1], rel=0.02)

@@ -8,6 +8,7 @@ import rollgrad
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.domain.episodes.generation import GenerationRequest
 from rollgrad.testing.weight_channel import FakeWeightChannel
+from tests.example_runs import logged
 from tests.fakes.recording_engine import RecordingEngine
 
 TOOLS = '''
@@ -64,7 +65,7 @@ def test_calls_attempts_and_rewards(tiny_model_dir: Path, tiny_tokenizer: Any, t
     config.logger.console = False
     engine = RecordingEngine(reply)
     rollgrad.train(config, reward=reward_func, engine=engine, channel=FakeWeightChannel())
-    (line,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (line,) = logged(tmp_path / "run")
     assert line["reward/mean"] == 0.5
     assert line["reward/tool_calls"] == 0.5
     assert line["reward/cut_results"] == 0.5

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from rollgrad.domain.errors import ConfigurationError, EngineError, MissingExtra
 from rollgrad.domain.ports.rollout_engine import PauseMode
 from rollgrad.entrypoints.cli.main import main
 from tests.caught_requests import begun, caught
+from tests.example_runs import logged
 from tests.fakes import cluster
 from tests.integration.test_vllm_engine import HALF_TOLERANCE, PROMPT, TOLERANCE, ask, learn, policy, scores
 from tests.tiny_architectures import tiny_model
@@ -204,7 +204,7 @@ def test_a_run_in_float16_trains_on_what_vllm_samples_and_guesses_ahead(
         [child for child in started if cluster.title_of(child).startswith("VLLM")], timeout=120
     )
     assert not alive
-    steps = [json.loads(line) for line in Path("out", "metrics.jsonl").read_text().splitlines()]
+    steps = logged(Path("out"))
     assert [step["step"] for step in steps] == [1, 2]
     assert [path.name for path in Path("out", "weights").iterdir()] == ["2"]
     for step in steps:  # the ratio is of the trainer's probability to vLLM's
