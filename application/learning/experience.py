@@ -292,18 +292,13 @@ class ExperienceService:
     ) -> RolloutBatch:
         advantage = self._algo.advantage
         parts_SK = batch.reward_parts_SK
-        if parts_SK is None and "reward_parts" in estimator_traits(advantage.estimator).needs:
-            raise RewardError(
-                f"algo.advantage.estimator {advantage.estimator} normalises several named rewards apart, but the "
-                "reward has no names: name several with --reward.function_path, or return a mapping of named rewards."
-            )
         weights = self._reward.weights or {}
         weights_K = torch.tensor([weights.get(name, 1.0) for name in batch.part_names])
         if parts_SK is not None:
             means_K = parts_SK.double().sum(0) * weights_K / batch.rollouts
             metrics |= {f"{PART}{name}": float(mean) for name, mean in zip(batch.part_names, means_K, strict=True)}
-        if parts_SK is not None and "reward_parts" in estimator_traits(advantage.estimator).needs:
-            _check_parts(advantage.estimator, batch, (parts_SK * weights_K).sum(1))
+        if "reward_parts" in estimator_traits(advantage.estimator).needs:
+            _check_parts(advantage.estimator, batch, weights_K)
         result = estimate(
             advantage.estimator,
             EstimatorInput(
@@ -367,12 +362,18 @@ def _told(batch: RolloutBatch, trajectories: Sequence[Trajectory], prompts: Teac
     return evolve(batch, teacher_prompts_S=told_S, taught_S=None if bool(taught_S.all()) else taught_S)
 
 
-def _check_parts(estimator: str, batch: RolloutBatch, named_S: Tensor) -> None:
+def _check_parts(estimator: str, batch: RolloutBatch, weights_K: Tensor) -> None:
     """Checks that each rollout's reward consists of named rewards alone, because the estimator would ignore others.
 
     Raises:
-        RewardError: a rollout has other rewards.
+        RewardError: there are no named rewards, or a rollout has others.
     """
+    if batch.reward_parts_SK is None:
+        raise RewardError(
+            f"algo.advantage.estimator {estimator} normalises several named rewards apart, but the reward has no "
+            "names: name several with --reward.function_path, or return a mapping of named rewards."
+        )
+    named_S = (batch.reward_parts_SK * weights_K).sum(1)
     total_R = shaping.outcomes(batch)
     named_R = torch.zeros_like(total_R).index_add_(0, batch.rollout_ids_S, named_S)
     wrong_R = (total_R - named_R).abs() > PARTS_SLACK * (1 + named_R.abs())
