@@ -380,12 +380,20 @@ def test_every_loss_takes_several_steps_a_rollout(workspace: Path, loss: str) ->
     assert all(row["policy/ratio_mean"] != 1.0 for row in rows)
 
 
+CORRECTIONS = [("token", "ratio"), ("sequence", "binary_kl"), ("geometric", "tv"), ("sequence", "opsm")]
+MORE_CORRECTIONS = [
+    (level, gate)
+    for level in ("token", "sequence", "geometric")
+    for gate in ("ratio", "binary_kl", "tv", "opsm")
+    if (level, gate) not in (*CORRECTIONS, ("token", "opsm"))  # of which the last is refused
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", ["ratio", "binary_kl", "tv", "opsm"])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize(
+    ("level", "gate"), [*CORRECTIONS, *(pytest.param(*each, marks=pytest.mark.wide) for each in MORE_CORRECTIONS)]
+)
 def test_corrections_weigh_or_leave_out(workspace: Path, level: str, gate: str) -> None:
-    if (level, gate) == ("token", "opsm"):
-        return  # refused; see the unit tests of validation
     mode = "--algo.correction.mode mask" if gate == "ratio" else ""
     flags = f"--algo.advantage.estimator rloo --algo.correction.level {level} --algo.correction.gate {gate} {mode}"
     rows = train(flags)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import rollgrad
 from rollgrad.adapters.engines.embedded.weights import SharedWeights
 from rollgrad.adapters.tracking.trajectory_files import read_trajectories
+from rollgrad.application.settings.presets import PRESETS
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.algorithms.catalogue import ESTIMATORS
 from rollgrad.domain.episodes.rewards import Reward, RewardRequest
@@ -108,11 +109,12 @@ def moved(before: Path, after: Path) -> float:
 
 
 QUICK = ("gae", "group_norm")
-PLAIN = [e for e, traits in ESTIMATORS.items() if {*traits.needs} <= {"group", "critic"}]
-"""Estimators that need no more than samples and a critic."""
+OF_PRESETS = {settings.get("algo.advantage.estimator") for settings in PRESETS.values()}
+PLAIN = [e for e, traits in ESTIMATORS.items() if {*traits.needs} <= {"group", "critic"} and e not in OF_PRESETS]
+"""Estimators that need no more than samples and a critic; test_algorithms.py trains by every preset."""
 
 
-@pytest.mark.parametrize("estimator", [pytest.param(e, marks=[] if e in QUICK else [pytest.mark.slow]) for e in PLAIN])
+@pytest.mark.parametrize("estimator", [*QUICK, *(pytest.param(e, marks=pytest.mark.slow) for e in PLAIN)])
 def test_every_estimator_trains(
     workspace: Path, tiny_model_dir: Path, estimator: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
