@@ -86,21 +86,11 @@ def start(
         )
         arguments = AsyncEngineArgs(**{**settings, **chosen, **extra})
         model = arguments.create_model_config()
-        if cpu and arguments.enable_lora and model.is_moe:
-            raise ConfigurationError(
-                f"actor.lora.sync is adapter and the model is {arguments.model!r}, a mixture of experts, beside which "
-                "vLLM computes adapters on GPUs alone: leave --actor.lora.sync out."
-            )
-        if cpu and guesses and (model.has_inner_state or model.is_hybrid):
-            raise ConfigurationError(
-                f"vLLM is to guess tokens ahead (speculative_config), but on a CPU it cannot take back what layers of "
-                f"{arguments.model!r} remember of them: leave --vllm.extra.speculative_config (of chat and serve: "
-                "--vllm_extra.) out."
-            )
         if longest is not None:
             held = min(model.max_model_len, max(longest, PROBE_TOKENS))  # so far as many as the model has positions
             model.max_model_len = arguments.max_model_len = held
         if cpu:
+            _check_for_a_cpu(arguments, model, guesses=guesses)
             context = UsageContext.ENGINE_CONTEXT
             fitting, variables = _for_a_cpu(arguments, model, threads=threads, extra=extra)
         else:
@@ -155,6 +145,25 @@ def _for_gpus(arguments: Any, model: Any) -> tuple[dict[str, Any], dict[str, str
     fitting = {"distributed_executor_backend": "mp"} if several else {}
     # In float32 vLLM's kernels, of Triton, would round what they multiply to 10 bits: attention, experts.
     return fitting, {"TRITON_F32_DEFAULT": "ieee"} if model.dtype == torch.float32 else {}
+
+
+def _check_for_a_cpu(arguments: Any, model: Any, *, guesses: bool) -> None:
+    """Refuses what vLLM computes on GPUs alone.
+
+    Raises:
+        ConfigurationError: adapters are beside a mixture of experts, or tokens of a model with states are guessed.
+    """
+    if arguments.enable_lora and model.is_moe:
+        raise ConfigurationError(
+            f"actor.lora.sync is adapter and the model is {arguments.model!r}, a mixture of experts, beside which "
+            "vLLM computes adapters on GPUs alone: leave --actor.lora.sync out."
+        )
+    if guesses and (model.has_inner_state or model.is_hybrid):
+        raise ConfigurationError(
+            f"vLLM is to guess tokens ahead (speculative_config), but on a CPU it cannot take back what layers of "
+            f"{arguments.model!r} remember of them: leave --vllm.extra.speculative_config (of chat and serve: "
+            "--vllm_extra.) out."
+        )
 
 
 def _for_a_cpu(
