@@ -52,11 +52,11 @@ class UpdateReport:
     log-probs and entropies are NaN where no step passed a token through the model."""
 
     metrics: dict[str, float]
-    reference_kl: float | None = None
-    loss_weights_N: Tensor | None = None
-    logprobs_N: Tensor | None = None
-    entropies_N: Tensor | None = None
-    clipped_N: Tensor | None = None
+    reference_kl: float | None
+    loss_weights_N: Tensor | None
+    logprobs_N: Tensor | None
+    entropies_N: Tensor | None
+    clipped_N: Tensor | None
 
 
 class Listening:

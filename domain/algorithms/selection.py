@@ -9,7 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from attrs import field, frozen
+from attrs import frozen
 
 from rollgrad.domain.algorithms.equality import are_apart, differ, reaches
 
@@ -33,8 +33,8 @@ class Judged:
 class Selected:
     """Selected replies, `kept`, and the number of replies, or of prompts, that were left out, by the reason."""
 
-    kept: tuple[Judged, ...] = ()
-    dropped: "Counter[str]" = field(factory=Counter)
+    kept: tuple[Judged, ...]
+    dropped: "Counter[str]"
 
 
 @frozen(kw_only=True)
@@ -42,8 +42,8 @@ class Pairs:
     """The chosen and the rejected reply to each prompt, `kept`, and the number of replies, or of prompts, that were
     left out, by the reason."""
 
-    kept: tuple[tuple[Judged, Judged], ...] = ()
-    dropped: "Counter[str]" = field(factory=Counter)
+    kept: tuple[tuple[Judged, Judged], ...]
+    dropped: "Counter[str]"
 
 
 def usable(replies: Iterable[Judged]) -> Selected:

@@ -193,7 +193,7 @@ def mismatched(labels: Sequence[Label], *, longest: int | None = None) -> list[W
     ]
 
 
-def other_completion(asked: WeightedTokens, answered: WeightedTokens, *, longest: int | None = None) -> WeightedTokens:
+def other_completion(asked: WeightedTokens, answered: WeightedTokens, *, longest: int | None) -> WeightedTokens:
     """Returns what precedes the first trained token of `asked`, and after it what follows that of `answered`, each with
     its images; of the end as much as `longest` leaves, without the tokens of an image that would be cut."""
     own, other = asked.first_trained, answered.first_trained

@@ -44,8 +44,8 @@ class PreparedRow:
     branches: tuple[TokenBranch, ...]
     anomalies: frozenset[Anomaly]
     weight: float
-    margin: float = 0.0
-    labels: tuple[bool, ...] = ()
+    margin: float
+    labels: tuple[bool, ...]
     overlong: bool = False
 
 

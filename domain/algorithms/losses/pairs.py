@@ -69,7 +69,7 @@ class Pairs:
         return self.logprobs_P2 / self.lengths_P2
 
 
-def divergence_slope(log_ratios: Tensor, divergence: FDivergence, alpha: float = 1.0) -> Tensor:
+def divergence_slope(log_ratios: Tensor, divergence: FDivergence, alpha: float) -> Tensor:
     """Returns f'(u) of a divergence at u = e^log_ratios, up to a constant: log u of the reverse KL, -1 / u of the
     forward KL, log(u / (1 + u)) of the Jensen-Shannon divergence, (1 - u^-alpha) / alpha of the alpha-divergence."""
     match divergence:

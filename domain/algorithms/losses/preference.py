@@ -33,10 +33,10 @@ class PairLossParams:
     are taken for mislabelled. `simpo_gamma`: margin that `simpo` asks for. `discopop_tau`: temperature in `discopop`.
     """
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    simpo_gamma: float = 1.0
-    discopop_tau: float = 0.05
+    beta: float
+    label_smoothing: float
+    simpo_gamma: float
+    discopop_tau: float
 
 
 PairLossFunction = Callable[[Pairs, PairLossParams], Tensor]

@@ -123,11 +123,11 @@ def likely_tokens(
     bias_V: Tensor | None,
     settings: DistillationSettings,
     form: LogitForm,
-    vocabulary: VocabularyShare = WHOLE_VOCABULARY,
-    size: int | None = None,
+    vocabulary: VocabularyShare,
+    size: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what a teacher keeps at these hidden states: ids_AK int32 of the `top_k` tokens of `settings` that are
-    most likely among the first `size` of the vocabulary (by default all), and logprobs_AB float32 (nats) of those and,
+    most likely among the first `size` of the vocabulary (None: of all), and logprobs_AB float32 (nats) of those and,
     in the last place, of all others. Other arguments as in `distilled_logprobs`."""
     assert settings.top_k is not None
     whole = vocabulary.size(weight_VH)

@@ -19,7 +19,7 @@ class MovingAverage:
     """Moving average of `masters`, float32 tensors on any device that stay the same objects; `beta` is its decay, which
     is applied after every so many steps."""
 
-    def __init__(self, masters: Sequence[Tensor], beta: float, every: int = 1) -> None:
+    def __init__(self, masters: Sequence[Tensor], beta: float, every: int) -> None:
         self._masters = masters
         self._beta, self._every = beta, every
         self._staging: Tensor | None = None
