@@ -21,7 +21,7 @@ from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.batches.packed import RolloutBatch, pack
 from rollgrad.domain.batches.partition import least_possible, pieces
 from rollgrad.domain.batches.prefixes import shared_prefixes
-from rollgrad.domain.batches.sharding import shards
+from rollgrad.domain.batches.sharding import sequences_of_shares
 from rollgrad.testing.agent_executor import make_trajectory
 
 GROUPS, SAMPLES = 32, 8
@@ -59,10 +59,9 @@ def measure(batch: RolloutBatch, ranks: int, tokens_per_pass: int) -> dict[str, 
     passes = split(batch, tokens_per_pass * ranks, ranks)
     loads = [0] * ranks
     for each in passes:
-        divided = shards(each, ranks)
-        for rank, (part, index) in enumerate(zip(divided.parts, divided.tokens, strict=True)):
-            if index is not None:
-                loads[rank] += distinct(part)
+        for rank, sequences in enumerate(sequences_of_shares(each, ranks)):
+            if len(sequences):
+                loads[rank] += distinct(each.select(sequences))
     least = least_possible(pieces(batch, tokens_per_pass, shared_prefixes(batch)), ranks)
     return {
         "work": sum(loads) / ranks / least,

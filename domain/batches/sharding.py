@@ -1,15 +1,14 @@
 """Division of a batch over processes that take optimizer steps together.
 
-Invariants: every process gets a part, so that all make the same calls; distinct tokens are balanced; each sample is in
-one part.
-A part that would be empty holds one sample with weight 0, whose gradient is 0.
+Invariants: distinct tokens are balanced; each sample is in one part.
+Every process makes the same calls: a part that would be empty gets the `least` of the samples with weight 0, whose
+gradient is 0.
 """
 
-from collections.abc import Sequence
-from typing import Any, Generic
+from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 from torch import Tensor
 
 from rollgrad.domain.batches.packed import Batch, PackedBatch
@@ -17,41 +16,10 @@ from rollgrad.domain.batches.partition import divided, pieces
 from rollgrad.domain.batches.prefixes import shared_prefixes
 
 
-@frozen(eq=False)
-class Shards(Generic[Batch]):
-    """`parts`: a batch for each process. `tokens`: index in the whole batch of each token of a part, None for a part of
-    weight 0. `total`: tokens of the whole batch."""
-
-    parts: list[Batch]
-    tokens: list[Tensor | None]
-    total: int
-
-    def merged(self, columns: Sequence[Tensor]) -> Tensor:
-        """Returns one column [N] of the whole batch from those of the parts."""
-        whole_N = torch.zeros(self.total, dtype=columns[0].dtype)
-        for index, column in zip(self.tokens, columns, strict=True):
-            if index is not None:
-                whole_N[index] = column.cpu()
-        return whole_N
-
-
-def shards(batch: Batch, parts: int) -> Shards[Batch]:
-    """Divides `batch`, as it was planned for so many parts (`PackedBatch.shares`) or else by distinct tokens. Units
-    stay whole, but for those with more than a fair share of the tokens whose sequences no loss compares."""
-    sharing: list[Batch] = []
-    tokens: list[Tensor | None] = []
-    for sequences in sequences_of_shares(batch, parts):
-        if len(sequences):
-            sharing.append(batch.select(sequences))
-            tokens.append(batch.token_index(sequences))
-        else:
-            sharing.append(weightless(batch.select(least(batch))))
-            tokens.append(None)
-    return Shards(sharing, tokens, batch.token_count)
-
-
 def sequences_of_shares(batch: PackedBatch, parts: int) -> list[Tensor]:
-    """Returns the indices of the sequences of each part."""
+    """Returns the indices of the sequences of each part, as was planned for so many (`PackedBatch.shares`), or else by
+    distinct tokens. Units stay whole, but for those with more than a fair share of the tokens whose sequences no loss
+    compares."""
     if batch.shares_S is not None and batch.shares == parts:
         return [(batch.shares_S == part).nonzero()[:, 0] for part in range(parts)]
     prefixes = shared_prefixes(batch)

@@ -13,11 +13,11 @@ from rollgrad.domain.algorithms.preference_settings import PreferenceSettings
 from rollgrad.domain.batches.examples import ExampleBatch, pack_preferences
 from rollgrad.domain.batches.packed import PackedBatch, RolloutBatch, pack
 from rollgrad.domain.batches.prefixes import shared_prefixes
-from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.episodes.images import Image, PlacedImage
 from rollgrad.domain.ports.models import TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.shards import shards
 
 
 def reply(length: int) -> WeightedTokens:

@@ -24,8 +24,8 @@ from rollgrad.domain.algorithms.losses.high_entropy import high_entropy_tokens
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionSettings
 from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
-from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.ports.models import TokenScores
+from tests.shards import shards
 from tests.unit.domain.references import random_batch
 
 AGGREGATIONS = ["token_mean", "sequence_mean", "prompt_mean", "constant_length", "sequence_sum", "token_sum"]

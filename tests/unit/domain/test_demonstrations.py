@@ -9,10 +9,10 @@ from torch import Tensor
 from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.algorithms.losses.supervised import SupervisedObjective
 from rollgrad.domain.batches.examples import DemonstrationBatch, pack_demonstrations
-from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.episodes.examples import Demonstration, WeightedTokens
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.ports.models import TokenScores
+from tests.shards import shards
 
 VOCABULARY = 11
 

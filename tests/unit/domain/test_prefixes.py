@@ -23,9 +23,9 @@ from rollgrad.domain.batches.partition import (
     pieces,
 )
 from rollgrad.domain.batches.prefixes import shared_prefixes
-from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.episodes.images import Image, PlacedImage, PlacedImages
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.shards import shards
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 BRANCHES = st.tuples(st.integers(0, 2), st.integers(0, 3), TOKENS, TOKENS)

@@ -22,7 +22,6 @@ from rollgrad.domain.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES
 from rollgrad.domain.algorithms.losses.high_entropy import high_entropy_tokens
 from rollgrad.domain.algorithms.settings import Aggregation
 from rollgrad.domain.batches.packed import Batch, PackedBatch
-from rollgrad.domain.batches.sharding import shards
 from rollgrad.domain.episodes.trajectory import Segment, SegmentKind, Trajectory
 from rollgrad.domain.ports.models import PolicyObjective, TokenScores
 from rollgrad.entrypoints.composition.rl.algorithm import (
@@ -33,6 +32,7 @@ from rollgrad.entrypoints.composition.rl.algorithm import (
 )
 from rollgrad.entrypoints.config_io import structure_config
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.shards import shards
 from tests.unit.domain import references
 
 EXAMPLES = int(os.environ.get("ROLLGRAD_EXAMPLES", "13"))
