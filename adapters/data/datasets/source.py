@@ -16,7 +16,7 @@ from rollgrad.domain.ports.prompt_source import PromptSource
 
 
 class DatasetPromptSource(PromptSource):
-    """Prompts of `dataset`, in a new random order each epoch, or in file order without `shuffle`.
+    """Prompts of `dataset`, in a new random order each epoch.
 
     `max_samples` keeps the first rows only. The column `datasource`, if there is one, names each prompt's origin.
     `setting` names the dataset in errors.
@@ -31,7 +31,6 @@ class DatasetPromptSource(PromptSource):
         builder: PromptBuilder,
         *,
         seed: int,
-        shuffle: bool = True,
         max_samples: int | None = None,
         setting: str = "data.prompt_dataset",
     ) -> None:
@@ -46,7 +45,6 @@ class DatasetPromptSource(PromptSource):
         self._kept = self.survey.kept
         self._dataset = dataset
         self._builder = builder
-        self._shuffle = shuffle
         self._cursor = PromptCursor(seed)
 
     def take(self, count: int) -> list[Prompt]:
@@ -54,7 +52,7 @@ class DatasetPromptSource(PromptSource):
         indices: list[int] = []
         cursor = self._cursor
         while len(indices) < count:
-            drawn, cursor = cursor.take(count - len(indices), self._size, shuffle=self._shuffle)
+            drawn, cursor = cursor.take(count - len(indices), self._size)
             indices += filter(self.survey.keeps, drawn)
         prompts = [self.prompt(index) for index in indices]
         self._cursor = cursor

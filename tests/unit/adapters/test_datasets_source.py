@@ -20,21 +20,11 @@ def rows(size: int) -> list[dict[str, str]]:
     return [{"input": str(index), "datasource": f"set{index % 2}"} for index in range(size)]
 
 
-def test_without_shuffling_prompts_come_in_file_order(builder: PromptBuilder) -> None:
-    source = DatasetPromptSource(rows(3), builder, seed=0, shuffle=False)
-    assert [(p.text, p.datasource) for p in source.take(4)] == [
-        ("0", "set0"),
-        ("1", "set1"),
-        ("2", "set0"),
-        ("0", "set0"),
-    ]
-
-
 def test_all_prompts_in_file_order_leave_the_position_alone(builder: PromptBuilder) -> None:
-    source = DatasetPromptSource(rows(5), builder, seed=1)
+    source = DatasetPromptSource(rows(3), builder, seed=1)
     source.take(2)
     before = source.state_dict()
-    assert [p.text for p in source.prompts()] == ["0", "1", "2", "3", "4"]
+    assert [(p.text, p.datasource) for p in source.prompts()] == [("0", "set0"), ("1", "set1"), ("2", "set0")]
     assert source.state_dict() == before
 
 
