@@ -81,7 +81,6 @@ class _Turn:
     `images`, the files of the images in it, which stand in the place of marks."""
 
     text: str
-    start: int
     spans: tuple[tuple[int, int], ...]
     weight: float
     images: tuple[bytes, ...] = ()
@@ -134,7 +133,7 @@ class TrainingText:
         guarded = self._codec.guarded(messages, tools)
         text = self._codec.apply(guarded, len(messages), generation_prompt=False)
         anomalies: set[Anomaly] = set()
-        branch = self._branch(guarded, [_Turn(text, 0, ((0, len(text)),), 1.0, tuple(files))], anomalies)
+        branch = self._branch(guarded, [_Turn(text, ((0, len(text)),), 1.0, tuple(files))], anomalies)
         return TrainingTokens(branches=(branch,), anomalies=frozenset(anomalies))
 
     def plain(self, prompt: str, completion: str, *, train_prompt: bool = False) -> TrainingTokens:
@@ -223,7 +222,7 @@ class TrainingText:
         spans: tuple[tuple[int, int], ...] = ((start, end),)
         if self._marked:
             spans = self._within_marks(guarded, index, (start, end), text, anomalies)
-        return _Turn(text[:end], start, spans, weight)
+        return _Turn(text[:end], spans, weight)
 
     def _start(self, guarded: Guarded, index: int, text: str, anomalies: set[Anomaly]) -> int:
         """The character at which reply `index` begins in `text`, which ends with it."""
