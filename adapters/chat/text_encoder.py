@@ -87,11 +87,6 @@ class TextEncoder:
         )
 
     @property
-    def eos_token(self) -> str:
-        """Text of the token that ends a sequence; empty without one."""
-        return self._tokenizer.eos_token or ""
-
-    @property
     def bos_token_id(self) -> int | None:
         """The token that begins a sequence, if there is one."""
         return self._tokenizer.bos_token_id  # type: ignore[no-any-return]
