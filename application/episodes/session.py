@@ -107,10 +107,6 @@ class AgentSession:
         begins = not isinstance(observation, str) and len(observation) > 0
         return [*([] if begins else self._conversation(self.prompt)), *_in_messages(observation)]
 
-    def visible(self) -> Sequence[Message]:
-        """Returns the conversation without messages for the model alone."""
-        return [message for message in self.messages or () if message.get("visible", True)]
-
     @staticmethod
     def _conversation(prompt: Prompt) -> list[Message]:
         if not prompt.messages:

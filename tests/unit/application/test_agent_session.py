@@ -53,7 +53,6 @@ async def test_text_stays_text() -> None:
     assert made.messages is None
     assert made.opening == " begin"
     assert made.tools == ()
-    assert made.visible() == []
     assert [result.reward for result in made.results] == [0.0, 1.0]
     assert made.last.reward == 1.0
 
@@ -164,9 +163,9 @@ async def test_an_opening_is_not_shared_with_its_maker() -> None:
     assert opening == [USER]
 
 
-async def test_what_is_for_the_model_alone_is_not_visible() -> None:
+async def test_what_is_for_the_model_alone_is_part_of_its_conversation() -> None:
     hint = {"role": "user", "content": "hint", "visible": False}
     made = await session([hint, {"role": "user", "content": "And?", "visible": True}], greeting=[USER])
-    assert [m["content"] for m in made.visible()] == ["3+4?", "reply 0", "And?"]
     assert made.messages is not None
+    assert [m["content"] for m in made.messages] == ["3+4?", "reply 0", "hint", "And?"]
     assert hint in made.messages
