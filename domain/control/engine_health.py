@@ -256,15 +256,6 @@ class LeastLoaded:
     def __attrs_post_init__(self) -> None:
         self._loads = [0] * self.size
 
-    @property
-    def total(self) -> int:
-        """Number of requests of all engines."""
-        return sum(self._loads)
-
-    def load(self, engine: int) -> int:
-        """Returns the number of an engine's requests."""
-        return self._loads[engine]
-
     def offer(self, engine: int, offered: bool) -> None:
         """Sets whether an engine takes requests from now on; the requests that it has count in any case."""
         if offered and engine not in self._offers:
