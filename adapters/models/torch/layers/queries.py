@@ -31,11 +31,10 @@ class Queries:
     """Queries of some tokens of a layout. Its M tokens are numbered anew: those with queries first, in their order,
     then all others.
 
-    `nodes` tile the queries, `token_M` is the token at each new number, `place_M` the new number of each token.
+    `nodes` tile the queries, `place_M` is the new number of each token.
     """
 
     nodes: tuple[Node, ...]
-    token_M: Tensor
     place_M: Tensor
 
     @property
@@ -46,8 +45,7 @@ class Queries:
 
 def all_queries(layout: Layout) -> Queries:
     """Returns the queries of all tokens of a layout."""
-    token_M = torch.arange(len(layout.tokens_M))
-    return Queries(nodes=layout.nodes, token_M=token_M, place_M=token_M)
+    return Queries(nodes=layout.nodes, place_M=torch.arange(len(layout.tokens_M)))
 
 
 def queries_of(pieces: Sequence[Piece], tokens: int) -> Queries:
@@ -64,7 +62,7 @@ def queries_of(pieces: Sequence[Piece], tokens: int) -> Queries:
             paths[node] = _spans(place_M[node.path()])
         prefix = between(paths[node], 0, node.prefix_length + start - node.start)
         nodes.append(Node(int(place_M[start]), length, prefix))
-    return Queries(nodes=tuple(nodes), token_M=token_M, place_M=place_M)
+    return Queries(nodes=tuple(nodes), place_M=place_M)
 
 
 def tokens_of(pieces: Sequence[Piece]) -> Tensor:
