@@ -28,7 +28,6 @@ from rollgrad.application.episodes.unlearned import UnlearnedReplies
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.messages import Message
-from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import ConfigurationError, ForeignError
 from rollgrad.domain.ports.chat_codec import ChatCodec, ToolSchema
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
@@ -88,9 +87,9 @@ class ChatService:
         """Whether another request would be refused."""
         return self._in_flight >= self._max_waiting
 
-    def open(self, prompt: Prompt, params: SamplingParams, limits: SessionLimits) -> "RecordedSession":
+    def open(self, params: SamplingParams, limits: SessionLimits) -> "RecordedSession":
         """Returns a session that records a rollout; its `key` is the secret that gives access to it."""
-        session = RecordedSession(self, TokenLedger(self._codec), prompt, params, limits)
+        session = RecordedSession(self, TokenLedger(self._codec), params, limits)
         self._sessions[session.key] = session
         return session
 
@@ -220,12 +219,11 @@ class RecordedSession:
     """The rollout of an agent that calls the server; made by `ChatService.open`."""
 
     def __init__(
-        self, service: ChatService, ledger: TokenLedger, prompt: Prompt, params: SamplingParams, limits: SessionLimits
+        self, service: ChatService, ledger: TokenLedger, params: SamplingParams, limits: SessionLimits
     ) -> None:
         self.key = secrets.token_urlsafe(32)
         self.unlearned = UnlearnedReplies(service.reply, params, limits.max_turns, limits.max_tokens)
         """Replies of the policy in the episode that nothing is learned from."""
-        self.prompt = prompt
         self.ledger = ledger
         self.stopped: StopReason | None = None
         """The limit that a request reached, if no reply has begun after that and come to its end."""

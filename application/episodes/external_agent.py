@@ -64,7 +64,7 @@ class ServedAgentExecutor(AgentExecutor):
     async def run(self, request: EpisodeRequest) -> list[Trajectory] | RolloutFailure:
         """Implements `AgentExecutor.run`."""
         url = await self._url()
-        session = self._service.open(request.prompt, request.params, self._limits)
+        session = self._service.open(request.params, self._limits)
         task = AgentTask(
             prompt=_for_clients(request.prompt),
             root_url=f"{url}/s/{session.key}",

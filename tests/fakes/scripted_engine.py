@@ -14,7 +14,6 @@ from rollgrad.adapters.servers.server import Server
 from rollgrad.application.episodes.chat_request import SessionLimits
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.trajectory import SegmentKind
 from rollgrad.domain.errors import EngineError
 from rollgrad.domain.ports.chat_codec import ChatCodec
@@ -126,8 +125,7 @@ class Served:
         """Another session."""
         settings = {"max_turns": 1000, **limits}
         params = SamplingParams(max_new_tokens=200, seed=7)
-        prompt = Prompt(token_ids=(1,), text="go", label="the secret label")
-        return self.service.open(prompt, params, SessionLimits(**settings))
+        return self.service.open(params, SessionLimits(**settings))
 
 
 @asynccontextmanager

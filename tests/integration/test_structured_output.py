@@ -193,7 +193,7 @@ async def test_a_rollout_samples_what_is_served_and_keeps_the_grammar(sampler: S
     expected = await sampler.engine.generate(sampler.ask(11))
     service = ChatService(sampler.engine, sampler.codec, unprescribed=None)
     prompt = Prompt(token_ids=(), text="", messages=({"role": "user", "content": "go"},))
-    session = service.open(prompt, SamplingParams(max_new_tokens=60, seed=11), SessionLimits(max_turns=2))
+    session = service.open(SamplingParams(max_new_tokens=60, seed=11), SessionLimits(max_turns=2))
     asked = ChatRequest(messages=prompt.messages, form=ReplyForm(schema=SCHEMA))
     reply = await session.reply(asked)
     assert list(reply.generation.token_ids) == list(expected.token_ids)

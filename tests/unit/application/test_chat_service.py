@@ -44,7 +44,7 @@ async def play(
 ) -> None:
     engine = ScriptedEngine(FakeChatCodec(), EOS, script)
     service = ChatService(engine, FakeChatCodec(), max_waiting=limits.pop("max_waiting", 100))
-    session = service.open(PROMPT, PARAMS, SessionLimits(**{"max_turns": 10, **limits}))
+    session = service.open(PARAMS, SessionLimits(**{"max_turns": 10, **limits}))
     assert service.session(session.key) is session
     await scenario(session, engine)
     await session.seal()
@@ -58,7 +58,7 @@ def content(reply: ChatReply) -> str:
 
 async def test_clients_are_told_the_likely_tokens_they_ask_for_and_the_trainer_its_own() -> None:
     service = ChatService(FakeRolloutEngine(), FakeChatCodec(), max_waiting=10)
-    session = service.open(PROMPT, evolve(PARAMS, top_logprobs=30), SessionLimits(max_turns=10))
+    session = service.open(evolve(PARAMS, top_logprobs=30), SessionLimits(max_turns=10))
     unasked = await session.reply(ask("go"))
     asked = await session.reply(ask("go", content(unasked), "more", top_logprobs=2))
     assert not unasked.generation.top_logprobs
@@ -111,7 +111,7 @@ async def test_settings_that_all_episodes_send_are_reported_once() -> None:
     service = ChatService(ScriptedEngine(FakeChatCodec(), EOS, ["one"] * 3), FakeChatCodec())
     with structlog.testing.capture_logs() as logs:
         for temperature in (0.1, 0.2, 0.3):
-            session = service.open(PROMPT, PARAMS, SessionLimits(max_turns=10))
+            session = service.open(PARAMS, SessionLimits(max_turns=10))
             await session.reply(ask("go", temperature=temperature))
             await session.seal()
     assert [(event["event"], event["names"]) for event in logs] == [("client_settings_ignored", "temperature")]
@@ -621,7 +621,7 @@ async def test_settings_that_clients_send_in_vain_are_told_once_for_all_episodes
     service = ChatService(ScriptedEngine(FakeChatCodec(), EOS, lambda prompt: "one"), FakeChatCodec())
     with structlog.testing.capture_logs() as logs:
         for changes in ({"temperature": 0.1}, {"temperature": 0.2}, {"temperature": 0.1, "top_k": 3}):
-            session = service.open(PROMPT, PARAMS, SessionLimits(max_turns=9))
+            session = service.open(PARAMS, SessionLimits(max_turns=9))
             await session.reply(ask("go", **changes))
             await session.seal()
     assert [log["names"] for log in logs] == ["temperature", "top_k"]

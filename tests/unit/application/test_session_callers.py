@@ -15,7 +15,6 @@ from rollgrad.application.episodes.chat_service import ChatService, RecordedSess
 from rollgrad.application.episodes.reply import ChatReply
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.messages import Message, same_message
-from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.trajectory import SegmentKind
 from rollgrad.domain.errors import EngineError
 from rollgrad.testing.chat_codec import EOS, FakeChatCodec
@@ -108,8 +107,7 @@ async def test_what_callers_were_given_is_learned_from_once_and_nothing_else(see
     said = iter(range(10**6))
     engine = ScriptedEngine(codec, EOS, lambda prompt: f"{rng.choice(['', '(hm)'])}{next(said)}")
     service = ChatService(engine, codec, max_waiting=100)
-    prompt = Prompt(token_ids=(1,), text="go", messages=(GO,))
-    session = service.open(prompt, SamplingParams(max_new_tokens=50, seed=3), SessionLimits(max_turns=TURNS))
+    session = service.open(SamplingParams(max_new_tokens=50, seed=3), SessionLimits(max_turns=TURNS))
     agent = Agent(session, engine, rng)
     await agent.play(rng.randint(1, 30))
     in_time = {caller.task.result().turn for caller in agent.delivered()}  # the agent has seen them when it ends
