@@ -1,13 +1,14 @@
-"""Small runs of trainers over examples: their rows, their settings, an early end, and what they left behind."""
+"""Small runs of trainers over examples: their rows, their settings, an early end; and what any run leaves behind."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
 
+from rollgrad.adapters.tracking.trajectory_files import read_trajectories, trajectory_files
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.sections.actor import DType
 from rollgrad.domain.errors import CheckpointError
@@ -34,6 +35,12 @@ def small(run: Run, model: Path, data: Path, output: Path, *, lr: float, batch_s
 def logged(output: Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's metrics."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def rollouts(output: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the rollouts of a run by step, with these columns."""
+    for path in trajectory_files(output):
+        yield from read_trajectories(path, columns).to_pylist()
 
 
 def weights(output: Path) -> dict[str, torch.Tensor]:

@@ -38,8 +38,8 @@ import torch
 import yaml
 from attrs import asdict, frozen
 
-from rollgrad.adapters.tracking.trajectory_files import read_trajectories, rows
-from tests.example_runs import logged
+from rollgrad.adapters.tracking.trajectory_files import read_trajectories
+from tests.example_runs import logged, rollouts
 from tests.fakes.cluster import processes
 
 STEPS, BATCH, SAMPLES = 5, 4, 2
@@ -294,7 +294,7 @@ def accounts(output: Path, whole: Path) -> Iterator[str]:
     if left := [path.name for path in output.iterdir() if path.suffix in (".new", ".old")]:
         yield f"left over: {left}"
     played, expected = (
-        [row for row in rows(run, ("kind", "step", "group_id", "sample_id", "prompt")) if row["kind"] == "update"]
+        [row for row in rollouts(run, ("kind", "step", "group_id", "sample_id", "prompt")) if row["kind"] == "update"]
         for run in (output, whole)
     )
     samples, due = (sorted((r["group_id"], r["sample_id"], r["prompt"]) for r in found) for found in (played, expected))

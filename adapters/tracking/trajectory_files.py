@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollgrad.adapters.checkpoints.names import TRAJECTORIES
 from rollgrad.domain.errors import DataError
@@ -94,16 +94,6 @@ def _opened(path: Path) -> Iterator["pyarrow.parquet.ParquetFile"]:
             yield file
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} cannot be read ({str(error)[:200]}): remove it, or read another run.") from error
-
-
-def rows(run: Path, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of all of a run's files, by step, with these columns.
-
-    Raises:
-        DataError: a file is broken.
-    """
-    for path in trajectory_files(run):
-        yield from read_trajectories(path, columns).to_pylist()
 
 
 def _digits(path: Path) -> str:

@@ -28,7 +28,6 @@ from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, HttpError
 from rollgrad.adapters.servers.openai_wire import OpenAIWire
 from rollgrad.adapters.servers.responses_wire import ResponsesWire
 from rollgrad.adapters.servers.server import Server
-from rollgrad.adapters.tracking.trajectory_files import rows
 from rollgrad.application.episodes.assistant import Assistant
 from rollgrad.application.episodes.chat_request import ChatRequest
 from rollgrad.application.episodes.reply import ChatReply
@@ -53,7 +52,7 @@ from rollgrad.entrypoints.composition.serving.assistant import load_assistant
 from rollgrad.entrypoints.composition.tool_box import ToolBox
 from rollgrad.entrypoints.openrlhf.command import translate_command
 from rollgrad.testing.reward_source import FakeRewardSource
-from tests.example_runs import logged, weights
+from tests.example_runs import logged, rollouts, weights
 from tests.fakes.images import processor as processor_of
 from tests.fakes.model_server import ModelServer
 from tests.fakes.recording_engine import RecordingEngine
@@ -720,7 +719,7 @@ def test_a_conversation_has_the_same_tokens_in_chat_in_a_server_and_in_training(
     rollgrad.train(config)
     trained = [
         (stored["token"][: stored["prompt_tokens"]], stored["token"][stored["prompt_tokens"] :])
-        for stored in rows(workspace / "out", ("kind", "token", "prompt_tokens"))
+        for stored in rollouts(workspace / "out", ("kind", "token", "prompt_tokens"))
         if stored["kind"] == "update"
     ]
     assert sorted(trained) == sorted((prompt, reply) for prompt, reply, _ in served)
@@ -785,7 +784,7 @@ def test_a_launch_script_of_openrlhf_trains_an_agent_file_that_answers_with_imag
     rollgrad.train(config)
     (step,) = (row for row in logged(workspace / "out") if "policy/loss" in row)
     assert step["reward/turns"] > 1
-    kept = list(rows(workspace / "out", ("kind", "token", "prompt_tokens")))
+    kept = list(rollouts(workspace / "out", ("kind", "token", "prompt_tokens")))
     pad = processor_of(str(model)).tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert any(pad in row["token"][row["prompt_tokens"] :] for row in kept)  # of the file's answers
     before, after = weights_of(model), weights(workspace / "out")

@@ -11,12 +11,12 @@ import pytest
 import structlog
 import yaml
 
-from rollgrad.adapters.tracking.trajectory_files import rows, trajectory_files
+from rollgrad.adapters.tracking.trajectory_files import trajectory_files
 from rollgrad.adapters.tracking.trajectory_schema import schema
 from rollgrad.entrypoints import reporting, training
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.run_record import RunStatus, read_run
-from tests.example_runs import logged
+from tests.example_runs import logged, rollouts
 
 REWARD = """
 import os, signal
@@ -63,7 +63,7 @@ def names() -> list[str]:
 
 
 def kept() -> list[dict[str, Any]]:
-    return list(rows(Path("out"), schema().names))
+    return list(rollouts(Path("out"), schema().names))
 
 
 def loss_of(step: Sequence[dict[str, Any]]) -> float:

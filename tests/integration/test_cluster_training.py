@@ -20,7 +20,6 @@ from structlog.testing import capture_logs
 import rollgrad
 from rollgrad.adapters.models.ray.worker_group import WorkerGroup
 from rollgrad.adapters.system.waiting import waiting_for
-from rollgrad.adapters.tracking.trajectory_files import rows
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing, DType
 from rollgrad.application.settings.sections.ckpt import Resume
@@ -37,7 +36,7 @@ from rollgrad.entrypoints.config_io import dump_config
 from rollgrad.entrypoints.restarts import until_finished
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.accounts import nothing_is_lost
-from tests.example_runs import logged
+from tests.example_runs import logged, rollouts
 from tests.fakes import cluster, controller
 from tests.fakes.controller import letters
 from tests.fakes.teacher_server import TeacherServer
@@ -124,7 +123,7 @@ def first_tokens(config: RLConfig) -> list[list[float]]:
     """Log-prob, entropy and clipping that the trainer found at each token of the first update; of
     groups that it skipped nothing but the last."""
     names = ("token_trainer_logprob", "token_entropy", "token_clipped")
-    kept = rows(Path(config.ckpt.output_dir), ("kind", "step", "sample_id", *names))
+    kept = rollouts(Path(config.ckpt.output_dir), ("kind", "step", "sample_id", *names))
     first = [row for row in kept if (row["kind"], row["step"]) == ("update", 1)]
     first.sort(key=lambda row: int(row["sample_id"]))
     found = [[math.nan if value is None else value for row in first for value in row[name]] for name in names]
@@ -292,7 +291,7 @@ def test_replies_of_a_prescribed_form_are_learned_from_in_several_processes(
     for one, other in zip(expected, found, strict=True):
         for key in ("reward/mean", "rollout/entropy", "policy/loss", "policy/grad_norm", "policy/ref_kl"):
             assert other[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5)
-    kept = [*rows(Path(config.ckpt.output_dir), ("grammars", "token_logprob", "token_trainer_logprob"))]
+    kept = [*rollouts(Path(config.ckpt.output_dir), ("grammars", "token_logprob", "token_trainer_logprob"))]
     assert kept
     for row in kept:
         assert row["grammars"] is not None

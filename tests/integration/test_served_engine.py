@@ -29,14 +29,13 @@ from rollgrad.adapters.models.torch.heads.distillation import DistillationSettin
 from rollgrad.adapters.models.torch.loading.loading import load_tokenizer
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.references import TorchTeacher
-from rollgrad.adapters.tracking.trajectory_files import rows
 from rollgrad.adapters.weights.channel import EngineWeights
 from rollgrad.domain.batches.examples import pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
 from tests.contract import test_rollout_engine, test_weight_channel
-from tests.example_runs import logged
+from tests.example_runs import logged, rollouts
 from tests.integration import test_vllm_engine
 from tests.integration.test_agent_training import FORM
 from tests.integration.test_vllm_engine import FLAG, PROMPT, TOLERANCE, ask, channel, learn, policy, scores
@@ -305,7 +304,7 @@ def test_a_run_learns_from_replies_of_a_prescribed_form(url: str, sums_flags: di
     of_agent = {"train.agent_func_path": "agent.py", "rollout.max_new_tokens": "24", "train.max_steps": "2"}
     flags = sums_flags | {"rollout.engine": "server", "rollout.server_urls": url, "reward.function_path": "None"}
     assert main(["train", "rl", *words(flags | of_agent)]) == 0
-    kept = [*rows(Path("out"), ("grammars", "token_logprob", "token_trainer_logprob"))]
+    kept = [*rollouts(Path("out"), ("grammars", "token_logprob", "token_trainer_logprob"))]
     assert kept
     for row in kept:
         assert row["grammars"] is not None

@@ -20,7 +20,7 @@ from pyarrow import parquet
 
 from rollgrad.adapters.tracking import trajectories
 from rollgrad.adapters.tracking.trajectories import BYTES_PER_GIB, ParquetTrajectories
-from rollgrad.adapters.tracking.trajectory_files import read_trajectories, rows, step_of, trajectory_files
+from rollgrad.adapters.tracking.trajectory_files import read_trajectories, step_of, trajectory_files
 from rollgrad.adapters.tracking.trajectory_schema import schema
 from rollgrad.adapters.tracking.trajectory_table import TokenText
 from rollgrad.application.rollouts.groups import RolloutGroup
@@ -32,6 +32,7 @@ from rollgrad.entrypoints.redaction import secret_spans
 from rollgrad.entrypoints.run_directory import keep_trajectories
 from rollgrad.testing.agent_executor import make_trajectory
 from rollgrad.testing.chat_codec import EOS, FakeChatCodec
+from tests.example_runs import rollouts
 
 CODEC = FakeChatCodec()
 PROMPT = CODEC.encode("Is é in café? ")
@@ -78,7 +79,7 @@ def written(directory: Path, *groups: RolloutGroup, **settings: Any) -> list[dic
     made = store(directory, **settings)
     made.update(1, groups, learned(*groups))
     made.close()
-    return list(rows(directory, schema().names))
+    return list(rollouts(directory, schema().names))
 
 
 def test_a_row_has_the_rollout_and_each_of_its_tokens(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_an_evaluation_has_no_weights(tmp_path: Path) -> None:
     made = store(tmp_path)
     made.evaluation(0, [group(0, "yes")])
     made.close()
-    (row,) = rows(tmp_path, schema().names)
+    (row,) = rollouts(tmp_path, schema().names)
     assert (row["kind"], row["step"], row["reward"]) == ("evaluation", 0, 0.0)
     assert row["token_weight"] is None
     assert row["token_advantage"] is None
