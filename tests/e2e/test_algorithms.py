@@ -371,9 +371,16 @@ def test_a_teacher_is_told_what_the_reward_says(workspace: Path) -> None:
     assert row["policy/taught_share"] == pytest.approx(sum(taught) / len(taught))
 
 
-@pytest.mark.parametrize(
-    "loss", [pytest.param(n, marks=[] if n == "clip_cov" else [pytest.mark.slow]) for n in catalogue.POLICY_LOSSES]
-)
+OF_PRESETS = {settings.get("actor.policy_loss_type", "ppo") for settings in PRESETS.values()}
+SEVERAL_STEPS = [
+    pytest.param(
+        name, marks=[] if name == "clip_cov" else [pytest.mark.slow, *[pytest.mark.wide] * (name in OF_PRESETS)]
+    )
+    for name in catalogue.POLICY_LOSSES
+]
+
+
+@pytest.mark.parametrize("loss", SEVERAL_STEPS)
 def test_every_loss_takes_several_steps_a_rollout(workspace: Path, loss: str) -> None:
     flags = f"--algo.advantage.estimator rloo --actor.policy_loss_type {loss} --train.max_epochs 2"
     rows = train(flags, "--train.batch_size 5", "--actor.cov_share 0.1" if "cov" in loss else "")

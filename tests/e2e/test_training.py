@@ -110,11 +110,16 @@ def moved(before: Path, after: Path) -> float:
 
 QUICK = ("gae", "group_norm")
 OF_PRESETS = {settings.get("algo.advantage.estimator") for settings in PRESETS.values()}
-PLAIN = [e for e, traits in ESTIMATORS.items() if {*traits.needs} <= {"group", "critic"} and e not in OF_PRESETS]
-"""Estimators that need no more than samples and a critic; test_algorithms.py trains by every preset."""
+"""Estimators by which test_algorithms.py trains anyway."""
+PLAIN = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow, *[pytest.mark.wide] * (name in OF_PRESETS)])
+    for name, traits in ESTIMATORS.items()
+    if {*traits.needs} <= {"group", "critic"}
+]
+"""Estimators that need no more than samples and a critic."""
 
 
-@pytest.mark.parametrize("estimator", [*QUICK, *(pytest.param(e, marks=pytest.mark.slow) for e in PLAIN)])
+@pytest.mark.parametrize("estimator", PLAIN)
 def test_every_estimator_trains(
     workspace: Path, tiny_model_dir: Path, estimator: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
