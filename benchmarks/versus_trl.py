@@ -25,32 +25,27 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import tyro
 from attrs import define, evolve
 
-from rollgrad.adapters.models.torch.loading.loading import resolve_dtype
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import ModelCost, measure
 from benchmarks.smoke import smoke_model
 from benchmarks.turns import Contender, Turns, alternate, keep_turns
-from benchmarks.versus_trl_examples import Examples
+from benchmarks.versus_trl_examples import LEARNING_RATE, Examples, Work
 from benchmarks.versus_trl_examples import compare as compare_examples
 
-LEARNING_RATE = 1e-6
 SMALLEST, NUMBERS = 10, 40
 """Summands are from 10 to 49: two digits each and in their sum, so that all prompts have one length."""
 
 
 @define(kw_only=True)
-class Work:
-    """The work that both do."""
+class Rollouts(Work):
+    """The work of GRPO."""
 
-    model: Path = Path(".models/SmolLM2-135M-Instruct")
-    """Model directory; `make demo` unpacks this one."""
     prompts: int = 8
     """Prompts per step."""
     samples: int = 8
@@ -59,35 +54,20 @@ class Work:
     """Worked examples before each question: 0 makes prompts of 40 tokens, 8 of about 180."""
     new_tokens: int = 32
     """Sampled tokens per reply."""
-    steps: int = 3
-    """Counted steps of each contender."""
     trl_parts: int = 4
     """Forward and backward passes that TRL divides a step into: 64 samples of 212 tokens at once need over 16 GB."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute format; auto is what the processor multiplies natively."""
-    smoke: bool = False
-    """Smallest work on a tiny random model, to see that the script runs."""
 
     @property
     def rows(self) -> int:
         """Replies per step."""
         return self.prompts * self.samples
 
-    @property
-    def rollouts(self) -> int:
-        """One to warm up, the counted ones, and one that nobody starts, so that every counted step ends alike."""
-        return self.steps + 2
-
-    def torch_dtype(self) -> torch.dtype:
-        """The format as both take it."""
-        return resolve_dtype(self.dtype, torch.device("cpu"))
-
     def questions(self) -> list[str]:
         """Distinct sums for the whole run."""
         return [
             "".join(f"{_sum(31 * i + shot)} The answer is {_answer(31 * i + shot)}.\n" for shot in range(self.shots))
             + _sum(i)
-            for i in range(self.prompts * self.rollouts)
+            for i in range(self.prompts * self.all_steps)
         ]
 
 
@@ -113,7 +93,7 @@ def _done(tokens: float, samples: float) -> str:
     return f"{tokens:.0f} tokens generated, {samples:.0f} samples trained on"
 
 
-def rollgrad_contender(work: Work, pipe: Connection) -> None:
+def rollgrad_contender(work: Rollouts, pipe: Connection) -> None:
     """Trains, one step a turn."""
     from dependency_injector import providers
 
@@ -149,7 +129,7 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
         config.data.prompt_dataset = str(data)
         config.rollout.batch_size = work.prompts
         config.rollout.n_samples_per_prompt = work.samples
-        config.train.max_steps = work.rollouts
+        config.train.max_steps = work.all_steps
         config.ckpt.output_dir = folder
         container = rl_container(config)
         container.reward.override(providers.Object(FunctionReward(reward, timeout=config.reward.timeout)))
@@ -161,7 +141,7 @@ def rollgrad_contender(work: Work, pipe: Connection) -> None:
         asyncio.run(run.run())
 
 
-def trl_contender(work: Work, pipe: Connection) -> None:
+def trl_contender(work: Rollouts, pipe: Connection) -> None:
     """Trains, one step a turn."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -187,31 +167,21 @@ def trl_contender(work: Work, pipe: Connection) -> None:
             ),
             callbacks=[Gate()],
             args=GRPOConfig(
-                output_dir=folder,
+                **work.trl_arguments(folder),
                 per_device_train_batch_size=work.rows // work.trl_parts,
                 gradient_accumulation_steps=work.trl_parts,
                 num_generations=work.samples,
                 max_completion_length=work.new_tokens,
                 generation_kwargs={"min_new_tokens": work.new_tokens},
-                max_steps=work.rollouts,
-                learning_rate=LEARNING_RATE,
-                lr_scheduler_type="constant",
                 beta=0.0,
                 temperature=1.0,
-                bf16=work.torch_dtype() == torch.bfloat16,
-                gradient_checkpointing=False,
                 shuffle_dataset=False,
-                use_cpu=True,
-                logging_strategy="no",
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
             ),
         )
         trainer.train()
 
 
-def print_floor(work: Work, contenders: tuple[Contender, ...]) -> float:
+def print_floor(work: Rollouts, contenders: tuple[Contender, ...]) -> float:
     """Prints the least time that a step could take here, by bytes and FLOPs; returns it in seconds."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -242,7 +212,7 @@ def print_floor(work: Work, contenders: tuple[Contender, ...]) -> float:
     return generation + once
 
 
-def compare(work: Work) -> None:
+def compare(work: Rollouts) -> None:
     """Runs both and prints what came of it."""
     ours, theirs = alternate(rollgrad_contender, trl_contender, work, work.steps)
     floor = print_floor(work, (ours, theirs))
@@ -251,7 +221,7 @@ def compare(work: Work) -> None:
         keep_turns("versus_trl_grpo", work, ours, theirs, floor)
 
 
-def compare_grpo(work: Work) -> None:
+def compare_grpo(work: Rollouts) -> None:
     """Does the work of `grpo`, with `smoke` the smallest."""
     small: dict[str, Any] = {"prompts": 1, "samples": 2, "shots": 0, "new_tokens": 4, "steps": 1, "trl_parts": 1}
     with smoke_model() if work.smoke else nullcontext(work.model) as model:
@@ -267,7 +237,7 @@ def main(words: list[str]) -> None:
     elif words and words[0] in ("sft", "dpo"):
         compare_examples(tyro.cli(Examples, args=["--task", *words], description=__doc__))
     else:
-        compare_grpo(tyro.cli(Work, args=words[words[:1] == ["grpo"] :], description=__doc__))
+        compare_grpo(tyro.cli(Rollouts, args=words[words[:1] == ["grpo"] :], description=__doc__))
 
 
 if __name__ == "__main__":

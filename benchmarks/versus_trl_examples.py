@@ -28,34 +28,17 @@ PROMPT_SHARE = 4
 
 
 @define(kw_only=True)
-class Examples:
-    """The work that both do. A step has all rows, so that every step of both is the same work."""
+class Work:
+    """The work that both do."""
 
-    task: Literal["sft", "dpo"]
-    """The trainer."""
     model: Path = Path(".models/SmolLM2-135M-Instruct")
     """Model directory; `make demo` unpacks this one."""
-    rows: int = 16
-    """Rows per step; of pairs half as many."""
-    longest: int = 320
-    """Words of the longest row; of a pair of the prompt with one reply, half of them each."""
-    spread: float = 10.0
-    """Longest row over shortest; lengths are spaced by a constant factor. 1 makes all alike."""
     steps: int = 3
     """Counted steps of each contender."""
-    trl_rows: int = 8
-    """Rows or pairs that TRL pads to one length, and puts through the model together: its default."""
-    precompute: bool = False
-    """Whether TRL computes the reference's log-probs before the first step, as rollgrad does; TRL's default is not."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute format; auto is what the processor multiplies natively."""
     smoke: bool = False
     """Smallest work on a tiny random model, to see that the script runs."""
-
-    @property
-    def batch(self) -> int:
-        """Rows or pairs of a step."""
-        return self.rows if self.task == "sft" else self.rows // 2
 
     @property
     def all_steps(self) -> int:
@@ -65,6 +48,45 @@ class Examples:
     def torch_dtype(self) -> torch.dtype:
         """The format as both take it."""
         return resolve_dtype(self.dtype, torch.device("cpu"))
+
+    def trl_arguments(self, folder: str) -> dict[str, Any]:
+        """Returns the arguments that all of TRL's trainers take here."""
+        return {
+            "output_dir": folder,
+            "max_steps": self.all_steps,
+            "learning_rate": LEARNING_RATE,
+            "lr_scheduler_type": "constant",
+            "bf16": self.torch_dtype() == torch.bfloat16,
+            "gradient_checkpointing": False,
+            "use_cpu": True,
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+
+
+@define(kw_only=True)
+class Examples(Work):
+    """The work of the trainers over examples. A step has all rows, so that every step of both is the same work."""
+
+    task: Literal["sft", "dpo"]
+    """The trainer."""
+    rows: int = 16
+    """Rows per step; of pairs half as many."""
+    longest: int = 320
+    """Words of the longest row; of a pair of the prompt with one reply, half of them each."""
+    spread: float = 10.0
+    """Longest row over shortest; lengths are spaced by a constant factor. 1 makes all alike."""
+    trl_rows: int = 8
+    """Rows or pairs that TRL pads to one length, and puts through the model together: its default."""
+    precompute: bool = False
+    """Whether TRL computes the reference's log-probs before the first step, as rollgrad does; TRL's default is not."""
+
+    @property
+    def batch(self) -> int:
+        """Rows or pairs of a step."""
+        return self.rows if self.task == "sft" else self.rows // 2
 
     def data(self) -> list[dict[str, str]]:
         """Returns the rows: `prompt` with `completion`, or with `chosen` and `rejected`."""
@@ -157,20 +179,10 @@ def trl_contender(work: Examples, pipe: Connection) -> None:
     per_pass = min(work.trl_rows, work.batch)
     with tempfile.TemporaryDirectory() as folder:
         common = {
-            "output_dir": folder,
+            **work.trl_arguments(folder),
             "per_device_train_batch_size": per_pass,
             "gradient_accumulation_steps": work.batch // per_pass,
-            "max_steps": work.all_steps,
-            "learning_rate": LEARNING_RATE,
-            "lr_scheduler_type": "constant",
             "max_length": None,
-            "bf16": work.torch_dtype() == torch.bfloat16,
-            "gradient_checkpointing": False,
-            "use_cpu": True,
-            "logging_strategy": "no",
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
         }
         kind, settings = SFTTrainer, SFTConfig(**common) if work.task == "sft" else None
         if settings is None:
