@@ -37,6 +37,8 @@ TOKEN_VARIABLE = "ROLLGRAD_MCP_TOKEN"
 """Environment variable whose value, if set, is sent to HTTP servers as a bearer token."""
 URLS = ("http://", "https://")
 """Beginnings of the URLs of servers."""
+CALL_SECONDS = 30.0
+"""Longest wait for the result of a call."""
 START_SECONDS = 120.0
 """Longest wait for a server to start and list its tools; some servers are downloaded first."""
 ALIVE_SECONDS = 10.0
@@ -137,11 +139,10 @@ class McpTools:
     """A connection to an MCP server, made by `connect`; closes itself at the end of `async with`. If the server ends,
     the next call opens another."""
 
-    def __init__(self, server: str, timeout: float, start_timeout: float) -> None:
+    def __init__(self, server: str, start_timeout: float) -> None:
         self.tools: Sequence[McpTool] = ()
         """The server's tools as they were when the connection opened, in its order."""
         self._server = server
-        self._timeout = timeout
         self._start_timeout = start_timeout
         self._client: Client | None = None
         self._opening = asyncio.Lock()
@@ -239,7 +240,7 @@ class McpTools:
         sdk = logging.getLogger(SDK_LOGGER)
         sdk.addHandler(_sdk_log)
         sdk.propagate = False
-        async with _client(self._server, self._timeout, self._notice) as client:
+        async with _client(self._server, self._notice) as client:
             found, cursor = [], None
             while True:
                 page = await client.list_tools(cursor=cursor)
@@ -253,7 +254,7 @@ class McpTools:
                     description=tool.description or "",
                     parameters=tool.input_schema,
                     connection=self,
-                    timeout=self._timeout,
+                    timeout=CALL_SECONDS,
                 )
                 for tool in found
             )
@@ -292,13 +293,12 @@ def _refusal(server: str, reason: str) -> ConfigurationError:
     )
 
 
-async def connect(server: str, *, timeout: float = 30.0, start_timeout: float = START_SECONDS) -> McpTools:
+async def connect(server: str, *, start_timeout: float = START_SECONDS) -> McpTools:
     """Connects to an MCP server; close the result, best by `async with await connect(...) as connection`.
 
     Args:
         server: an http(s) URL (streamable HTTP), or a command line, which is started as a process with the SDK's short
             list of safe environment variables and spoken to over standard input and output.
-        timeout: seconds for each call.
         start_timeout: seconds for connecting, and for the process to start.
 
     Raises:
@@ -311,15 +311,13 @@ async def connect(server: str, *, timeout: float = 30.0, start_timeout: float = 
         raise MissingExtraError(
             f"The tools of {server!r} come from an MCP server, but the SDK is not installed: pip install rollgrad[mcp]"
         ) from error
-    tools = McpTools(server, timeout, start_timeout)
+    tools = McpTools(server, start_timeout)
     await tools.open()
     return tools
 
 
 @asynccontextmanager
-async def _client(
-    server: str, timeout: float, notice: Callable[["httpx2.Response"], Awaitable[None]]
-) -> AsyncIterator["Client"]:
+async def _client(server: str, notice: Callable[["httpx2.Response"], Awaitable[None]]) -> AsyncIterator["Client"]:
     """Yields the SDK's client of a server; `notice` is told each answer over HTTP."""
     import httpx2
     from mcp import Client, StdioServerParameters
@@ -332,7 +330,7 @@ async def _client(
             http = httpx2.AsyncClient(
                 verify=trusted_certificates(),
                 headers={"Authorization": f"Bearer {token}"} if token else None,
-                timeout=httpx2.Timeout(timeout, read=None),  # a stream of events may pause for long
+                timeout=httpx2.Timeout(CALL_SECONDS, read=None),  # a stream of events may pause for long
                 event_hooks={"response": [notice]},
             )
             await stack.enter_async_context(http)
