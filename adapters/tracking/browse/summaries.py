@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -245,8 +245,9 @@ def sample_rows(path: Path) -> "pyarrow.Table":
     return pa.Table.from_pylist(clean, schema=_stored())
 
 
-def plain(row: Mapping[str, Any], maps: Sequence[str] = tuple(MAPS.values())) -> dict[str, Any]:
+def plain(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a row as JSON holds it: named numbers as objects, numbers that are not finite as null."""
+    maps = MAPS.values()
     return {name: _named(value) if name in maps else finite(value) for name, value in row.items()}
 
 
