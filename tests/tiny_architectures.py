@@ -144,7 +144,7 @@ def _settings(family: Any) -> dict[str, Any]:
     """Arguments of the tiny configuration of a class of configurations: two layers, or one of each kind."""
     from transformers import AutoConfig
 
-    if family.has_no_defaults_at_init:
+    if getattr(family, "has_no_defaults_at_init", False):  # since transformers 5.20 each class has defaults
         names: Any = family.__dataclass_fields__
         parts = {}
     else:
