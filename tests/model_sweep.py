@@ -45,7 +45,9 @@ LONGEST = 60
 """Tokens of the longest sequence; windows are 12 tokens wide."""
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 EVERY_TYPE = "## Every type\n"
-"""Heading of the list, which is the end of its section."""
+"""Heading of the list, which is the end of its section; it is made with the version in constraints.txt."""
+NEWEST = "### With transformers 5.24\n"
+"""Heading of the list of types whose outcome is another with the newest version that is allowed."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -107,6 +109,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3, equal widths": ("deepseek_v3", {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}),
     "llama4_text, no chunks": ("llama4_text", {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}),
     "qwen3_next, full layers": ("qwen3_next", {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}),
+    "inkling_text, padded vocabulary": ("inkling_text", {"unpadded_vocab_size": 90}),
     "gpt2, scaled": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
 }
 """Settings of real checkpoints that change what a type computes."""

@@ -32,7 +32,8 @@ def note_plans(body: nn.Module) -> None:
     """Has the layers of the body of a transformers model note the plan of a pass."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    if "cache_params" in inspect.signature(body.forward).parameters and not _is_hooked(body, _plan_as_mask):
+    # Bodies of states alone call them so, since transformers 5.24 as the old name of `cache`, and hand on masks alone.
+    if "cache_params" in inspect.getsource(type(body).forward) and not _is_hooked(body, _plan_as_mask):
         body.register_forward_pre_hook(_plan_as_mask, with_kwargs=True)
     for layer in body.modules():
         if isinstance(layer, GradientCheckpointingLayer) and not _is_hooked(layer, _begin):
