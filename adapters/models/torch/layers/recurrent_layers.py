@@ -185,7 +185,9 @@ def _delta_rule(step_name: str) -> Callable[..., Any]:
             )
             return result
 
-        keys = (x[:, :, :: recurrence.key_copies] for x in (query, key))
+        # Since transformers 5.24 queries and keys come without copies.
+        copies = recurrence.key_copies if query.shape[2] == value.shape[2] else 1
+        keys = (x[:, :, ::copies] for x in (query, key))
         return recurrence.scan(scan, [value, g, beta, *keys]), None
 
     return planned
