@@ -88,7 +88,9 @@ class Recomputation:
         keeps = kind is Checkpointing.SELECTIVE
         self._policy = _Policy(model.config.get_text_config().hidden_size * NARROW, attention) if keeps else None
         self._dropout, self._replay = dropout, router_replay(model)
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._contexts})
+        # Before transformers 5.24 it is named gradient_checkpointing_enable alone.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False, "context_fn": self._contexts})
         if self._offloaded is not None:
             for module in [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]:
                 module._gradient_checkpointing_func = self._offloaded.around(module._gradient_checkpointing_func)
