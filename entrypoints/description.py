@@ -44,12 +44,22 @@ def describe_run(config: AttrsInstance, fingerprint: str | None, date: str | Non
     JSON-serialisable."""
     settings = flat_settings(config)
     return {
+        "trainer": trainer_name(type(config)),
         "settings": settings,
         "versions": versions(COMPUTING),
         "models": {name: model_fingerprint(settings[name]) for name in MODELS if settings.get(name)},
         "data": fingerprint,
         "date": date,
     }
+
+
+def trainer_name(run: type[AttrsInstance]) -> str:
+    """Returns the name of the trainer whose settings a class holds, as `rollgrad train` has it.
+
+    >>> trainer_name(RLConfig)
+    'rl'
+    """
+    return run.__name__.removesuffix("Run").removesuffix("Config").lower()
 
 
 def flat_settings(config: AttrsInstance) -> dict[str, Any]:

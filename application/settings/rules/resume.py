@@ -42,6 +42,8 @@ MAY_DIFFER = (
     "actor.lora.sync",
     "rollout.engine",
     "rollout.server_urls",
+    "rollout.server_sync",
+    "rollout.server_sync_delta",
     "rollout.max_batch_size",
     "rollout.max_concurrent",
     "rollout.adaptive_concurrency",
@@ -54,6 +56,7 @@ MAY_DIFFER = (
     "actor.adam.lr",
     "actor.muon.lr",
     "critic.adam.lr",
+    "critic.muon.lr",
     # addresses, and files of code: what they hold is yours to keep alike
     "reward.remote_url",
     "reward.remote_batch_size",
@@ -96,11 +99,18 @@ def refusals(begun: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping
     """A sentence for each thing in which a run's description keeps it from continuing.
 
     Args:
-        begun: `settings` by dotted name, `models` (fingerprints) by the setting that names them, `data` (a fingerprint,
-            or None), as they were when the run began.
+        begun: `trainer`, `settings` by dotted name, `models` (fingerprints) by the setting that names them, `data` (a
+            fingerprint, or None), as they were when the run began.
         now: the same of the run that is to continue it.
         defaults: values of settings that were not there yet when the run began.
     """
+    if begun.get("trainer", now["trainer"]) != now["trainer"]:  # earlier states do not say
+        yield (
+            f"The run to continue is one of rollgrad train {begun['trainer']}, not of train {now['trainer']}: continue "
+            "it by that command, or begin another run in another --ckpt.output_dir (--actor.model_name_or_path may be "
+            "the model that this one saved)."
+        )
+        return
     for name, value in now["settings"].items():
         before = begun["settings"].get(name, defaults[name])
         if name in MODELS:

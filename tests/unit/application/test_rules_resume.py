@@ -19,6 +19,7 @@ CONTENT = {"config": "c", "weights": "w"}
 
 def description(**settings: Any) -> dict[str, Any]:
     return {
+        "trainer": "rl",
         "settings": DEFAULTS | {"actor.model_name_or_path": "m", DATA: "d"} | settings,
         "versions": {"rollgrad": "1", "torch": "2"},
         "models": {"actor.model_name_or_path": CONTENT},
@@ -102,6 +103,22 @@ def test_settings_that_were_not_there_yet_had_their_defaults() -> None:
     assert len(refused(begun, now)) == 1
     begun["settings"]["train.gone"] = 1
     assert len(refused(begun, now)) == 1
+
+
+def test_another_trainer_is_named_alone() -> None:
+    begun, now = description(), description(**{"train.seed": 3})
+    now["trainer"] = "sft"
+    (said,) = refused(begun, now)
+    assert said.startswith("The run to continue is one of rollgrad train rl, not of train sft: ")
+    del begun["trainer"]  # a state of an earlier version
+    assert len(refused(begun, now)) == 1
+
+
+@pytest.mark.parametrize("names", [("actor.adam.lr", "critic.adam.lr", "actor.muon.lr", "critic.muon.lr")])
+def test_every_learning_rate_may_change(names: tuple[str, ...]) -> None:
+    """One that was too large ends a run, whichever optimizer it is of."""
+    assert {name for name in NAMES if name.endswith(".lr")} == {*names}
+    assert all(may_differ(name) for name in names)
 
 
 def test_other_versions_are_told() -> None:

@@ -146,7 +146,7 @@ def test_without_the_file_the_flag_is_unknown(capsys: pytest.CaptureFixture[str]
 def test_another_value_does_not_continue_the_run(plugin: str) -> None:
     chosen = ["--algo.extension_path", plugin, "--actor.policy_loss_type", "toy"]
     told = [
-        {"settings": flat_settings(config), "versions": {}, "models": {}, "data": None}
+        {"trainer": "rl", "settings": flat_settings(config), "versions": {}, "models": {}, "data": None}
         for config in (parsed(*chosen), parsed(*chosen, f"--{STRENGTH}", "2"), RLConfig())
     ]
     check_continues(told[0], told[0])
