@@ -36,7 +36,7 @@ CONFIG_HEADER = "# The settings of a run by rollgrad"
 OTHER_CONFIG_FILE = "config.run.yaml"
 LOGS = (METRICS_FILE, SAMPLES_FILE)
 REPORTS = ("report.html", "curves.png", RUN_FILE, TRACKERS_FILE, NOTES_FILE, RESCORED, f"{PROFILE}/step-*")
-MODELS = ("model", "best", "step_*")
+MODELS = ("model", "best", "best_[0-9]*", "step_*")
 SHOWN_RUNS = 3
 """Runs that are named where a directory holds none."""
 
@@ -156,6 +156,24 @@ def remove_states(directory: Path) -> None:
     """
     with _changing(directory):
         _remove(state_paths(directory))
+
+
+def keep_best_apart(directory: Path, step: int) -> Path | None:
+    """Renames the model `best`, of a step, to `best_STEP`, so that a best one by another measure does not replace it;
+    returns where it is, None if there is none, or one has that name already.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
+    best, apart = directory / "best", directory / f"best_{step}"
+    if apart.exists() or not best.is_dir():
+        return None
+    with _changing(directory):
+        state = directory / "best.state.json"
+        if state.exists():
+            state.rename(directory / f"{apart.name}.state.json")
+        best.rename(apart)
+    return apart
 
 
 def keep_steps(log: Path, *, until: int) -> None:

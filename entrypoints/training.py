@@ -34,6 +34,7 @@ from rollgrad.entrypoints.run_directory import (
     LOGS,
     check_output,
     continues,
+    keep_best_apart,
     keep_steps,
     keep_trajectories,
     remove_run,
@@ -169,6 +170,11 @@ def _train_in(
         keep_trajectories(output_dir, until=-1 if saved is None else saved.step)
         if saved is not None:
             run.watch_on(_logged(output_dir / METRICS_FILE))
+            if run.other_best is not None and (apart := keep_best_apart(output_dir, run.other_best)):
+                log.warning(
+                    "the best model so far was chosen by another evaluation, so that a new search for the best begins",
+                    before=str(apart),
+                )
         write_config(output_dir, settings_file(config))
         continued_from = None if saved is None else saved.step
         try:

@@ -111,7 +111,7 @@ class Run(Generic[Sample]):
         self._state_saved_at = 0.0
         self._before: Mapping[str, float] = {}
         self._evaluated: tuple[int, Mapping[str, float]] | None = None  # the last one's step and metrics
-        self._best = BestModel(schedule.best_metric, best=schedule.best_value)
+        self._best = BestModel(schedule.best_metric, best=schedule.best_value, measured=schedule.measured)
 
     async def run(self, on_save: Callable[[], None] = lambda: None) -> RunOutcome:
         """Trains to the end of the schedule, or until the task is cancelled (Ctrl-C), and saves the model.
@@ -276,13 +276,7 @@ class Run(Generic[Sample]):
         except Exception as second:  # a full disk, a lost process: the first error is raised in any case
             log.error("saving failed: what was saved before is still there", reason=str(second))
             saves = False
-        lost = self._done - (newest := self._states.written or self._began)  # 0: there is none
-        less = {"lose_fewer_by": "a lower --ckpt.state_minutes, or --ckpt.state_steps"} if lost else {}
-        if newest:
-            says = "--ckpt.resume continues the run from its newest training state"
-            log.warning(says, step=newest, lost_steps=lost, **less)
-        elif lost and not saves:
-            log.warning("there is no training state from which the run could continue", lost_steps=lost, **less)
+        self._states.tell_lost(done=self._done, began=self._began, saved=saves)
 
     def _save_last(self) -> None:
         """Saves the model, and the training state, which may be on another disk, also where the model cannot be."""
@@ -317,6 +311,11 @@ class Run(Generic[Sample]):
     def learning(self) -> LearningSettings:
         """Settings that findings depend on."""
         return self._watch.run
+
+    @property
+    def other_best(self) -> int | None:
+        """Step of the best model by another measure, which the run had before it continued; None without one."""
+        return self._best.left.get("step") if self._best.metric is not None else None
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -360,17 +359,17 @@ class Run(Generic[Sample]):
 
     def training_state(self) -> dict[str, Any]:
         """Returns everything that a run needs to continue as if it had never been interrupted."""
-        state = {
+        state: dict[str, Any] = {
             "run": self.state_dict(),
             "groups": self._steps.kept_samples(),
             "update": self._models.state_dict(),
             "before": dict(self._before),
+            "measured": dict(self._schedule.measured),
             "best": self._best.state_dict(),
             "kept_model": self._kept_model,
         }
         if self._evaluated is not None:
-            step, metrics = self._evaluated
-            state["evaluated"] = {"step": step, "metrics": dict(metrics)}
+            state["evaluated"] = {"step": self._evaluated[0], "metrics": dict(self._evaluated[1])}
         return state
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -381,7 +380,8 @@ class Run(Generic[Sample]):
         """
         try:
             run = state["run"]
-            self._done, self._before = int(run["step"]), dict(state["before"])
+            alike = state.get("measured", self._schedule.measured) == self._schedule.measured  # or not known
+            self._done, self._before = int(run["step"]), dict(state["before"]) if alike else {}
             self._steps.load_state_dict(run, state.get("groups", ()))  # earlier states have none
             self._models.load_state_dict(state["update"])
             self._best = self._best.continued(state.get("best", {}))

@@ -1,6 +1,7 @@
 """The schedule of a run's steps, and the outcome of a run."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from attrs import field, frozen
 
@@ -14,7 +15,8 @@ class Schedule:
     `state_minutes` old (None: not by time), and at the end; never if neither is set. With `state_in_background` a run
     goes on while one is written, but at the end. `best_metric` of the evaluations says which model is kept as the best
     one, and `best_value` whether its highest or lowest value is the best; None keeps none. After `patience` evaluations
-    in a row without a better value the run ends; None goes on."""
+    in a row without a better value the run ends; None goes on. `measured`: the settings on which the values of
+    evaluations depend."""
 
     steps: int
     eval_steps: int = -1
@@ -24,6 +26,7 @@ class Schedule:
     state_in_background: bool = False
     best_metric: str | None = None
     best_value: Best = Best.AUTO
+    measured: Mapping[str, Any] = field(factory=dict)
     patience: int | None = None
 
     @property

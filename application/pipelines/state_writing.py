@@ -68,6 +68,17 @@ class StateWriter:
             (step, writing), self._writing = self._writing, None
             self._told(step, writing.result)
 
+    def tell_lost(self, *, done: int, began: int, saved: bool) -> None:
+        """Tells from which state a run that ends by an error after `done` steps continues, and how many of these are
+        lost. `began`: the step from which it continued, 0 of one that did not; `saved`: whether its last model is."""
+        lost = done - (newest := self.written or began)  # 0: there is none
+        less = {"lose_fewer_by": "a lower --ckpt.state_minutes, or --ckpt.state_steps"} if lost else {}
+        if newest:
+            says = "--ckpt.resume continues the run from its newest training state"
+            log.warning(says, step=newest, lost_steps=lost, **less)
+        elif lost and not saved:
+            log.warning("there is no training state from which the run could continue", lost_steps=lost, **less)
+
     def _told(self, step: int, write: Callable[[], Any]) -> None:
         try:
             write()

@@ -26,7 +26,9 @@ class Best(StrEnum):
 class BestModel:
     """The best value of `metric` so far, its `step`, and all `metrics` of that evaluation; no value before the first.
     Without a metric there is no best one. `known`: an evaluation had the metric. `best`: which value is the best.
-    `waited`: evaluations with the metric since then, none of which was better."""
+    `waited`: evaluations with the metric since then, none of which was better. `measured`: settings of the evaluations,
+    with others of which no value can be compared. `left`: the state of the best one by another measure that the run
+    had before, while none replaces it."""
 
     metric: str | None = None
     step: int = 0
@@ -35,6 +37,8 @@ class BestModel:
     best: Best = Best.AUTO
     waited: int = 0
     metrics: Mapping[str, float] = field(factory=dict)
+    measured: Mapping[str, Any] = field(factory=dict)
+    left: Mapping[str, Any] = field(factory=dict)
 
     @property
     def sought(self) -> Best:
@@ -44,17 +48,20 @@ class BestModel:
         return Best.LOWEST if self.metric is not None and self.metric.endswith(LOWER_IS_BETTER) else Best.HIGHEST
 
     def continued(self, state: Mapping[str, Any]) -> "BestModel":
-        """Returns the best one that a run had before (`state_dict`); of another metric, or of the same one where
-        another value was the best, nothing is known."""
-        if state.get("metric") != self.metric or state.get("sought", self.sought) != self.sought:
-            return self
+        """Returns the best one that a run had before (`state_dict`). By another metric, or the same one where another
+        value was the best or another evaluation gave it, it is `left`."""
+        alike = state.get("metric") == self.metric and state.get("sought", self.sought) == self.sought
+        if self.metric is None or not alike or state.get("measured", self.measured) != self.measured:  # earlier states do not say
+            return evolve(self, left=state if state.get("value") is not None else {})
         waited, metrics = int(state.get("waited", 0)), dict(state.get("metrics", {}))  # earlier states have none
         return evolve(self, step=int(state["step"]), value=state["value"], known=True, waited=waited, metrics=metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a run needs to go on, JSON-serialisable."""
+        """Returns what a run needs to go on, JSON-serialisable; without a metric, what a run before it needed."""
+        if self.metric is None:
+            return dict(self.left)
         found = {"step": self.step, "value": self.value, "waited": self.waited, "metrics": dict(self.metrics)}
-        return {"metric": self.metric, "sought": str(self.sought), **found}
+        return {"metric": self.metric, "sought": str(self.sought), "measured": dict(self.measured), **found}
 
     def after(self, step: int, metrics: Mapping[str, float]) -> "BestModel":
         """Returns the best one after the evaluation of `step`. The model that training begins with is not compared,

@@ -14,6 +14,8 @@ and `divide` afterwards.
 
 from typing import Any
 
+from attrs import asdict
+
 from rollgrad.adapters.models.torch.loading.loading import load_vocabulary_size
 from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer
 from rollgrad.adapters.models.torch.references import AdapterlessReference, TorchReference
@@ -61,6 +63,7 @@ def make_schedule(config: Any, steps: int, *first: object) -> Schedule:
         state_in_background=ckpt.async_save,
         best_metric=ckpt.best_metric,
         best_value=ckpt.best_value,
+        measured={name: value for name, value in asdict(config.eval).items() if name != "steps"},
         patience=ckpt.early_stopping_patience,
     )
 

@@ -401,6 +401,25 @@ def test_evaluation_and_checkpoints_on_schedule(workspace: Path, capsys: pytest.
     assert "eval/pass@1" in capsys.readouterr().out
 
 
+def test_a_best_model_by_another_evaluation_is_not_replaced(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated = ("--eval.dataset", "prompts.jsonl", "--eval.steps", "1", "--ckpt.resume", "auto")
+    assert train(*evaluated, "--train.max_steps", "1", "--ckpt.best_metric", "eval/mean@1") == 0
+    best = weights(Path("out/best"))
+    assert train(*evaluated, "--train.max_steps", "2") == 0  # the metric is forgotten once
+    capsys.readouterr()
+    other = ("--ckpt.best_metric", "eval/mean@1", "--eval.max_samples", "3")
+    assert train(*evaluated, *other, "--train.max_steps", "3") == 0
+    assert "a new search for the best begins" in capsys.readouterr().err
+    assert json.loads(Path("out/best_1.state.json").read_text())["step"] == 1
+    assert all(torch.equal(tensor, best[name]) for name, tensor in weights(Path("out/best_1")).items())
+    assert json.loads(Path("out/best.state.json").read_text())["step"] == 3
+    assert "| nan |" in Path("out/model/README.md").read_text(), "what was measured at first is nothing to compare with"
+    assert train("--train.max_steps", "1", "--ckpt.overwrite") == 0
+    assert not [*Path("out").glob("best*")]
+
+
 @pytest.mark.slow
 def test_the_model_is_on_the_hub_when_the_run_has_finished(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub

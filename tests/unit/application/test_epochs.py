@@ -480,6 +480,7 @@ async def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> Non
     assert trained.run.training_state()["best"] == {
         "metric": "eval/loss",
         "sought": "lowest",
+        "measured": {},
         "step": 4,
         "value": 1.0,
         "waited": 1,
@@ -490,7 +491,8 @@ async def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> Non
     assert again.run._best == trained.run._best
     other = Trained(tmp_path / "other", best_metric="eval/accuracy")
     other.run.resume(trained.run.training_state())
-    assert other.run._best.step == 0, "of another metric nothing is known"
+    assert (other.run._best.step, other.run.other_best) == (0, 4), "of another metric nothing is known"
+    assert (trained.run.other_best, again.run.other_best) == (None, None)
 
 
 async def test_a_run_ends_when_evaluations_do_not_get_better_and_goes_on_with_more_patience(tmp_path: Path) -> None:

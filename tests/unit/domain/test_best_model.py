@@ -49,3 +49,22 @@ def test_evaluations_since_the_best_one_are_counted() -> None:
     assert waited == [0, 1, 0, 1, 2, 2, 0, 1]
     assert BestModel("eval/loss").continued(best.state_dict()) == best
     assert BestModel("eval/loss").continued({"metric": "eval/loss", "step": 6, "value": 2.0}).waited == 0
+
+
+def test_values_of_other_evaluations_are_not_compared_and_the_best_one_is_left() -> None:
+    easy, hard = {"dataset": "easy.jsonl"}, {"dataset": "hard.jsonl"}
+    state = BestModel("eval/pass@1", measured=easy).after(10, {"eval/pass@1": 0.9}).state_dict()
+    assert BestModel("eval/pass@1", measured=easy).continued(state).step == 10
+    other = BestModel("eval/pass@1", measured=hard).continued(state)
+    assert (other.value, other.waited, other.left) == (None, 0, state)
+    assert other.after(20, {"eval/pass@1": 0.1}).step == 20
+    del state["measured"]  # a state of an earlier version
+    assert BestModel("eval/pass@1", measured=hard).continued(state).step == 10
+    empty = BestModel("eval/pass@1", measured=easy).state_dict()
+    assert BestModel("eval/pass@1", measured=hard).continued(empty).left == {}, "there was no best one yet"
+
+
+def test_a_run_without_a_metric_forgets_no_best_model() -> None:
+    state = BestModel("eval/loss").after(10, {"eval/loss": 0.5}).state_dict()
+    between = BestModel().continued(state).after(20, {"eval/loss": 0.1}).state_dict()
+    assert BestModel("eval/loss").continued(between).after(30, {"eval/loss": 0.6}).step == 10
