@@ -31,6 +31,7 @@ from rollgrad.adapters.tracking.browse.rescored import RESCORED
 from rollgrad.adapters.tracking.trajectory_files import PREFIXES, step_of, trajectory_files
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
 from rollgrad.domain.errors import CheckpointError, DataError
+from rollgrad.entrypoints.run_record import read_run
 
 CONFIG_HEADER = "# The settings of a run by rollgrad"
 OTHER_CONFIG_FILE = "config.run.yaml"
@@ -76,6 +77,12 @@ def output_problem(ckpt: CheckpointConfig) -> str | None:
                 "--ckpt.resume auto, which starts anew where there is none."
             )
         return None
+    if not ckpt.overwrite and ckpt.resume is Resume.AUTO and (lost := _lost_state(ckpt)) is not None:
+        return (
+            f"ckpt.resume is auto, but {_state_directory(ckpt)} holds no training state, though the run in "
+            f"{ckpt.output_dir} saved one after step {lost}: bring it back (is its disk mounted?), set "
+            "--ckpt.state_dir to where it is, choose another --ckpt.output_dir, or replace the run with --ckpt.overwrite."
+        )
     if ckpt.overwrite or continues(ckpt) or not _found(directory, MODELS if ckpt.resume is Resume.AUTO else None):
         return None
     go_on = "continue it with --ckpt.resume, " if has_state(ckpt) else ""
@@ -125,6 +132,14 @@ def begun(ckpt: CheckpointConfig) -> Mapping[str, Any] | None:
         CheckpointError: no training state can be used.
     """
     return load_description(_state_directory(ckpt))
+
+
+def _lost_state(ckpt: CheckpointConfig) -> int | None:
+    """Returns the step of the newest training state of the run in `ckpt.output_dir`, if there is none any more; None
+    where there is one, or never was."""
+    facts = None if has_state(ckpt) else read_run(Path(ckpt.output_dir))
+    step = None if facts is None else facts.get("training_state")
+    return step if isinstance(step, int) else None
 
 
 def continues(ckpt: CheckpointConfig) -> bool:

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cache
@@ -25,7 +25,7 @@ import structlog
 import rollgrad
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.checkpoints.lock import keep_locked
-from rollgrad.adapters.checkpoints.names import RUN_FILE
+from rollgrad.adapters.checkpoints.names import RUN_FILE, TRAINING_STATE, numbered
 from rollgrad.adapters.system.exits import telling_exits
 from rollgrad.application.foreign import first_line
 from rollgrad.entrypoints.redaction import known_secrets, redact
@@ -67,9 +67,10 @@ whether it knows one before."""
 class RunRecord:
     """Keeps `run.json` in `directory` up to date while its block runs: `status`, `reason`, `started`, `heartbeat`,
     `boot` (which start of the machine it is, and the heartbeat in seconds since then, whatever its clock says),
-    `ended`, `steps` (of the whole run), `continued_from` (finished steps of the run before), `learning` (settings that
-    findings depend on, `steps` among them), `process`, `host`, `versions`. A file that cannot be written is reported
-    once, and does not stop the run."""
+    `ended`, `steps` (of the whole run), `continued_from` (finished steps of the run before), `training_state` (step of
+    the newest one that was seen in `states`, by default `directory`), `learning` (settings that findings depend on,
+    `steps` among them), `process`, `host`, `versions`. A file that cannot be written is reported once, and does not stop
+    the run."""
 
     def __init__(
         self,
@@ -78,7 +79,10 @@ class RunRecord:
         learning: Mapping[str, Any],
         continued_from: int | None = None,
         reason: str | None = None,
+        states: Path | None = None,
+        training_state: int | None = None,
     ) -> None:
+        self._states = directory if states is None else states
         self._path = (directory / RUN_FILE).absolute()
         self._facts: dict[str, Any] = {
             "status": RunStatus.RUNNING,
@@ -89,6 +93,7 @@ class RunRecord:
             "ended": None,
             "steps": learning["steps"],
             "continued_from": continued_from,
+            "training_state": training_state,
             "learning": dict(learning),
             "process": os.getpid(),
             "host": socket.gethostname(),
@@ -152,6 +157,9 @@ class RunRecord:
 
     def _write(self) -> None:
         self._facts |= {"heartbeat": _now(), "boot": _boot()}
+        with suppress(OSError):  # of a disk that is gone, what was there is known
+            for step, _ in numbered(self._states, TRAINING_STATE)[:1]:
+                self._facts["training_state"] = step
         try:
             keep_locked(self._path.parent)
             replace_file(self._path, (json.dumps(self._facts, indent=2) + "\n").encode(errors="replace"))
@@ -168,8 +176,8 @@ def starting_again(directory: Path, reason: str) -> Iterator[None]:
     if facts is None or not isinstance(facts.get("learning"), dict) or "steps" not in facts["learning"]:
         yield  # it was lost before it had begun
         return
-    continued_from = facts.get("continued_from")
-    with RunRecord(directory, learning=facts["learning"], continued_from=continued_from, reason=reason):
+    kept = {name: facts.get(name) for name in ("continued_from", "training_state")}
+    with RunRecord(directory, learning=facts["learning"], reason=reason, **kept):
         yield
 
 

@@ -37,6 +37,7 @@ from rollgrad.entrypoints.run_directory import (
     keep_best_apart,
     keep_steps,
     keep_trajectories,
+    last_step,
     remove_run,
     write_config,
 )
@@ -165,6 +166,8 @@ def _train_in(
             run.resume(saved.state)
         elif config.ckpt.overwrite:  # only now, so that a run that cannot begin replaces nothing
             remove_run(config.ckpt)
+        elif logged := last_step(output_dir):  # of one that --ckpt.resume auto starts again
+            log.warning("the run starts anew: there is no training state of the steps that it logged", steps=logged)
         for name in LOGS:
             keep_steps(output_dir / name, until=-1 if saved is None else saved.step)
         keep_trajectories(output_dir, until=-1 if saved is None else saved.step)
@@ -173,12 +176,13 @@ def _train_in(
             if run.other_best is not None and (apart := keep_best_apart(output_dir, run.other_best)):
                 log.warning(
                     "the best model so far was chosen by another evaluation, so that a new search for the best begins",
-                    before=str(apart),
+                    kept_as=str(apart),
                 )
         write_config(output_dir, settings_file(config))
         continued_from = None if saved is None else saved.step
         try:
-            with RunRecord(output_dir, learning=asdict(run.learning), continued_from=continued_from) as record:
+            states, learning = Path(config.ckpt.state_dir or output_dir), asdict(run.learning)
+            with RunRecord(output_dir, learning=learning, continued_from=continued_from, states=states) as record:
                 before_run()
                 on_save = _reporting(output_dir, title)
                 outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(on_save), container)))

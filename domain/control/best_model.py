@@ -51,7 +51,8 @@ class BestModel:
         """Returns the best one that a run had before (`state_dict`). By another metric, or the same one where another
         value was the best or another evaluation gave it, it is `left`."""
         alike = state.get("metric") == self.metric and state.get("sought", self.sought) == self.sought
-        if self.metric is None or not alike or state.get("measured", self.measured) != self.measured:  # earlier states do not say
+        alike = alike and state.get("measured", self.measured) == self.measured  # earlier states do not say
+        if self.metric is None or not alike:
             return evolve(self, left=state if state.get("value") is not None else {})
         waited, metrics = int(state.get("waited", 0)), dict(state.get("metrics", {}))  # earlier states have none
         return evolve(self, step=int(state["step"]), value=state["value"], known=True, waited=waited, metrics=metrics)

@@ -39,6 +39,7 @@ from rollgrad.entrypoints.description import settings_file
 from rollgrad.entrypoints.named_paths import check_model
 from rollgrad.entrypoints.reporting import report_aside, report_run
 from rollgrad.entrypoints.run_directory import alone, keep_steps, output_problem, remove_run, write_config
+from rollgrad.entrypoints.run_record import RunRecord
 from rollgrad.testing.metric_sink import FakeRunTracker
 from tests import kept_rollouts
 
@@ -409,6 +410,21 @@ def test_a_state_of_either_kind_tells_of_a_run_and_goes_with_it(tmp_path: Path) 
         assert output_problem(CheckpointConfig(output_dir=str(tmp_path), resume=Resume.ALWAYS)) is None
         remove_run(ckpt)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_whose_training_states_are_gone_is_not_started_anew(tmp_path: Path) -> None:
+    """The disk of ckpt.state_dir may not be mounted where a scheduler starts the job again."""
+    states = tmp_path / "states"
+    ckpt = CheckpointConfig(output_dir=str(tmp_path), state_dir=str(states), resume=Resume.AUTO)
+    (states / "training_state_12").mkdir(parents=True)
+    with RunRecord(tmp_path, learning={"steps": 20}, states=states):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 14}\n')
+    assert output_problem(ckpt) is None
+    states.rename(tmp_path / "elsewhere")
+    problem = str(output_problem(ckpt))
+    assert f"{states} holds no training state, though the run in {tmp_path} saved one after step 12" in problem
+    assert output_problem(evolve(ckpt, overwrite=True)) is None
+    assert output_problem(evolve(ckpt, state_dir=str(tmp_path / "elsewhere"))) is None
 
 
 def test_the_profile_of_a_run_goes_with_it_and_a_run_of_that_name_stays(tmp_path: Path) -> None:

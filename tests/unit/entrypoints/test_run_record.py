@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
@@ -32,6 +33,18 @@ def test_a_run_is_running_then_finished(tmp_path: Path) -> None:
     assert (found["status"], found["steps"], found["continued_from"]) == (RunStatus.FINISHED, 7, 2)
     assert found["ended"] >= found["started"]
     assert "torch" in found["versions"]
+
+
+def test_the_newest_training_state_is_told_also_of_a_disk_that_is_gone(tmp_path: Path) -> None:
+    states = tmp_path / "states"
+    with RunRecord(tmp_path, learning={"steps": 7}, states=states):
+        assert json.loads((tmp_path / "run.json").read_text())["training_state"] is None
+        for step in (3, 12):
+            (states / f"training_state_{step}").mkdir(parents=True)
+    assert json.loads((tmp_path / "run.json").read_text())["training_state"] == 12
+    with starting_again(tmp_path, "a rank is lost"):
+        shutil.rmtree(states)
+    assert json.loads((tmp_path / "run.json").read_text())["training_state"] == 12
 
 
 def test_an_error_is_the_reason_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
