@@ -81,7 +81,7 @@ def output_problem(ckpt: CheckpointConfig) -> str | None:
         return (
             f"ckpt.resume is auto, but {_state_directory(ckpt)} holds no training state, though the run in "
             f"{ckpt.output_dir} saved one after step {lost}: bring it back (is its disk mounted?), set "
-            "--ckpt.state_dir to where it is, choose another --ckpt.output_dir, or replace the run with --ckpt.overwrite."
+            "--ckpt.state_dir to where it is, choose another --ckpt.output_dir, or replace it with --ckpt.overwrite."
         )
     if ckpt.overwrite or continues(ckpt) or not _found(directory, MODELS if ckpt.resume is Resume.AUTO else None):
         return None

@@ -69,8 +69,8 @@ class RunRecord:
     `boot` (which start of the machine it is, and the heartbeat in seconds since then, whatever its clock says),
     `ended`, `steps` (of the whole run), `continued_from` (finished steps of the run before), `training_state` (step of
     the newest one that was seen in `states`, by default `directory`), `learning` (settings that findings depend on,
-    `steps` among them), `process`, `host`, `versions`. A file that cannot be written is reported once, and does not stop
-    the run."""
+    `steps` among them), `process`, `host`, `versions`. A file that cannot be written is reported once, and does not
+    stop the run."""
 
     def __init__(
         self,
