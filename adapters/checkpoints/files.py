@@ -10,9 +10,12 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, mkdtemp
 
 from rollgrad.domain.errors import CheckpointError
+
+PROBE = "probe-"
+"""Beginning of the names of directories by which `check_renaming` finds out, for `tidy`."""
 
 ROOM_SHARE, ROOM_BYTES = 0.01, 2**20
 """Room beside the bytes of files: what blocks, directories and a longer log of metrics take."""
@@ -117,6 +120,30 @@ def make_writable(directory: Path, flag: str) -> None:
             f"{flag} is {str(directory)!r}, where nothing can be written ({error.strerror}): choose a directory you "
             "may write."
         ) from error
+
+
+def check_renaming(directory: Path, flag: str) -> None:
+    """Checks that directories can be renamed in a directory, as each checkpoint is: where a store of objects is mounted
+    they often cannot, which would show when the first is saved. `flag` is the one that names it.
+
+    Raises:
+        CheckpointError: they cannot.
+    """
+    try:
+        probe = Path(mkdtemp(dir=directory, prefix=f".{PROBE}", suffix=".new"))
+    except OSError:  # a full disk, on which a run may go on that makes room there
+        return
+    try:
+        with suppress(OSError):
+            (probe / "file").touch()  # some rename directories without files
+        probe = probe.rename(_temporary(probe, "new"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{flag} is {str(directory)!r}, where directories cannot be renamed ({error.strerror}), as each checkpoint "
+            "is when it is whole: choose one on another file system, and copy the run from there when it has ended."
+        ) from error
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
 
 
 def is_full(error: BaseException) -> bool:

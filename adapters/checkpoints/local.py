@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollgrad.adapters.checkpoints.files import (
+    PROBE,
+    check_renaming,
     is_full,
     lack_of,
     make_writable,
@@ -86,10 +88,11 @@ class LocalCheckpointStore(CheckpointStore):
         self._keep_models = keep_models
         self._keep_bytes = None if keep_models_gib is None else keep_models_gib * BYTES_PER_GIB
         self._spare = spare
-        make_writable(self._states, "--ckpt.state_dir" if state_dir else "--ckpt.output_dir")
-        make_writable(self._root, "--ckpt.output_dir")
-        tidy(self._root, REPLACED)
-        tidy(self._states, REPLACED_STATES)
+        for directory, flag in {self._states: "--ckpt.state_dir", self._root: "--ckpt.output_dir"}.items():
+            make_writable(directory, flag)
+            check_renaming(directory, flag)
+        tidy(self._root, (*REPLACED, f"*{PROBE}*"))
+        tidy(self._states, (*REPLACED_STATES, f"*{PROBE}*"))
 
     def save_model(self, policy: PolicyModel | ValueModel, name: str, critic: ValueModel | None = None) -> Path:
         """Writes a Hugging Face model to `output_dir/name`, with the critic in `critic` below, in place of an older

@@ -1,5 +1,6 @@
 """LocalCheckpointStore: complete or absent, and the older one until the newer is whole."""
 
+import errno
 import os
 import shutil
 import tempfile
@@ -291,6 +292,31 @@ def test_a_directory_that_cannot_be_made_names_its_flag(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_names_its_flag() -> None:
     with pytest.raises(CheckpointError, match=r"--ckpt\.output_dir is '/proc'"):
         LocalCheckpointStore(Path("/proc"))
+
+
+@pytest.mark.parametrize("place", ["output_dir", "state_dir"])
+def test_a_directory_where_none_can_be_renamed_is_refused_at_once(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a store of objects is mounted; a checkpoint that cannot take its name would show it hours later."""
+    rename, refuses = os.rename, tmp_path / place
+
+    def rename_files(source: Path, target: Path) -> None:
+        if Path(source).is_relative_to(refuses) and any(Path(source).iterdir()):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", rename_files)
+    with pytest.raises(CheckpointError, match=rf"--ckpt\.{place} is '.*/{place}', where directories cannot be renamed"):
+        LocalCheckpointStore(tmp_path / "output_dir", tmp_path / "state_dir")
+    assert [*refuses.iterdir()] == []
+
+
+def test_what_a_killed_run_tried_is_removed(tmp_path: Path) -> None:
+    for name in (".probe-1.new", "..probe-2.new.new"):
+        (tmp_path / name).mkdir()
+    LocalCheckpointStore(tmp_path)
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 9, 10, 11]), (1, [11]), (3, [9, 10, 11])])

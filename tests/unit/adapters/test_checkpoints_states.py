@@ -286,9 +286,9 @@ def test_a_run_that_is_killed_while_a_state_is_written_in_the_background_has_the
 
                 return perform
 
+            writer = StateWriter(LocalCheckpointStore(two), required=True)
             for name in real:
                 setattr(os, name, counted(name))
-            writer = StateWriter(LocalCheckpointStore(two), required=True)
             writer.begin(state(6))
             writer.finish()
         finally:
@@ -333,9 +333,10 @@ def test_what_is_written_is_flushed_before_its_name(tmp_path: Path, monkeypatch:
         done.append(f"rename {self.name}")
         return rename(self, target)
 
+    store = LocalCheckpointStore(tmp_path)
     monkeypatch.setattr(os, "fsync", noted_flush)
     monkeypatch.setattr(Path, "rename", noted_rename)
-    LocalCheckpointStore(tmp_path).save_training(state(1))
+    store.save_training(state(1))
     fresh = ".training_state_1.new"
     assert set(done[:3]) == {f"flush {name}" for name in FILES}
     assert done[3:] == [f"flush {fresh}", f"rename {fresh}", f"flush {tmp_path.name}"]
