@@ -125,6 +125,7 @@ class RaySession:
             return
         for name, value in VARIABLES.items():
             os.environ.setdefault(name, value)
+        before = signal.getsignal(signal.SIGTERM)
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if address is None:
             settings |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
@@ -133,6 +134,7 @@ class RaySession:
                 _check_answers(_found(address))  # Ray itself would try for a quarter of an hour
             with waiting_for("Ray to start on this machine" if address is None else f"the Ray cluster at {address}"):
                 _init(address or "local", settings)
+            _handle_by(before)
             if address is None and (daemons := _daemons()):
                 atexit.register(self._closing.set)  # which comes before Ray's own end, registered at its import
                 threading.Thread(target=self._watch, args=(daemons,), name="ray-daemons", daemon=True).start()
@@ -184,6 +186,13 @@ class RaySession:
             _without_raylet.append(self.lost)
         if heeding.is_set():  # else Ray's own handler would end the program
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _handle_by(handler: Any) -> None:
+    """Handles SIGTERM as before Ray came: its own handler prints a trace of C++, and may abort, or end with status 1,
+    in all the time until a run heeds signals. What Ray has started ends with this process in any case."""
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _not_there(address: str | None, reason: str) -> ConfigurationError:

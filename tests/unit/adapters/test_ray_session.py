@@ -120,6 +120,25 @@ def test_a_session_that_is_closed_tells_nothing(
     assert not logs
 
 
+def test_sigterm_does_what_it_did_before_ray_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's handlers, of which one is C++, print a trace, abort, or end with status 1, until a run heeds signals."""
+    init, found = StartsDaemons.init, signal.getsignal(signal.SIGTERM)
+
+    def handling(self: StartsDaemons, *given: Any, **settings: Any) -> None:
+        init(self, *given, **settings)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("Ray's"))
+
+    monkeypatch.setattr(StartsDaemons, "init", handling)
+    try:
+        for before in (signal.SIG_DFL, signal.SIG_IGN, lambda *_: None):
+            signal.signal(signal.SIGTERM, before)
+            with started(tmp_path, monkeypatch) as (_, opened):
+                assert signal.getsignal(signal.SIGTERM) is before
+                opened.close()
+    finally:
+        signal.signal(signal.SIGTERM, found)
+
+
 def test_without_a_run_that_heeds_signals_none_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's own handler, which it sets in each program, would end it."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("it is sent"))
