@@ -61,8 +61,11 @@ MAY_DIFFER = (
     "reward.remote_url",
     "reward.remote_batch_size",
     "reward.judge_url",
+    "ref.url",
+    "ref.urls",
     "reward.function_path",
     "train.agent_func_path",
+    "agent.command",
     "train.on_step_path",
     "algo.extension_path",
 )
