@@ -193,7 +193,7 @@ def _flush_directory(directory: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems flush files only
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # some file systems flush files only
             raise
     finally:
         os.close(descriptor)

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import stat
 import tempfile
 import time
 from functools import partial
@@ -310,6 +311,24 @@ def test_a_directory_where_none_can_be_renamed_is_refused_at_once(
     with pytest.raises(CheckpointError, match=rf"--ckpt\.{place} is '.*/{place}', where directories cannot be renamed"):
         LocalCheckpointStore(tmp_path / "output_dir", tmp_path / "state_dir")
     assert [*refuses.iterdir()] == []
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_that_flushes_files_only_is_written(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def flush_files(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush_files)
+    store = LocalCheckpointStore(tmp_path)
+    save(store, Policy("a", tmp_path / "model"))
+    store.save_state({"step": 1}, "model")
+    assert visible(tmp_path) == ["model", "model.state.json"]
 
 
 def test_what_a_killed_run_tried_is_removed(tmp_path: Path) -> None:
