@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollgrad.adapters.checkpoints.files import replace_file, tidy
+from rollgrad.adapters.checkpoints.files import remove_directory, replace_file, tidy
 from rollgrad.adapters.checkpoints.lock import locked
 from rollgrad.adapters.checkpoints.names import (
     CONFIG_FILE,
@@ -189,6 +189,23 @@ def keep_best_apart(directory: Path, step: int) -> Path | None:
             state.rename(directory / f"{apart.name}.state.json")
         best.rename(apart)
     return apart
+
+
+def bring_best_back(directory: Path, step: int) -> None:
+    """Undoes `keep_best_apart`, where the run that did it was killed before it saved a training state.
+
+    Raises:
+        CheckpointError: it cannot be undone.
+    """
+    apart = directory / f"best_{step}"
+    if not apart.is_dir():
+        return
+    with _changing(directory):
+        remove_directory(directory / "best")
+        apart.rename(directory / "best")
+        state = directory / f"{apart.name}.state.json"
+        if state.exists():
+            state.replace(directory / "best.state.json")
 
 
 def keep_steps(log: Path, *, until: int) -> None:

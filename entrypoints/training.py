@@ -23,6 +23,7 @@ from rollgrad.application.pipelines.run import BEST_MODEL, FINAL_MODEL, Run
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.domain.control.best_model import BestModel
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.lifetimes import closing, shut_down
@@ -32,6 +33,7 @@ from rollgrad.entrypoints.redaction import known_secrets, redact
 from rollgrad.entrypoints.reporting import report_aside, report_run
 from rollgrad.entrypoints.run_directory import (
     LOGS,
+    bring_best_back,
     check_output,
     continues,
     keep_best_apart,
@@ -173,11 +175,8 @@ def _train_in(
         keep_trajectories(output_dir, until=-1 if saved is None else saved.step)
         if saved is not None:
             run.watch_on(_logged(output_dir / METRICS_FILE))
-            if run.other_best is not None and (apart := keep_best_apart(output_dir, run.other_best)):
-                log.warning(
-                    "the best model so far was chosen by another evaluation, so that a new search for the best begins",
-                    kept_as=str(apart),
-                )
+            if run.best.metric is not None:
+                _find_best(output_dir, run.best)
         write_config(output_dir, settings_file(config))
         continued_from = None if saved is None else saved.step
         try:
@@ -214,6 +213,17 @@ def _train_in(
         stopped_by=stopped_by if outcome.interrupted else None,
         findings=run.findings,
     )
+
+
+def _find_best(output_dir: Path, best: BestModel) -> None:
+    """Has the model `best` of a run that continues be the one that its training state tells of."""
+    if best.value is not None:
+        bring_best_back(output_dir, best.step)
+    elif best.left and (apart := keep_best_apart(output_dir, best.left["step"])):
+        log.warning(
+            "the best model so far was chosen by another evaluation, so that a new search for the best begins",
+            kept_as=str(apart),
+        )
 
 
 def _logged(path: Path) -> Mapping[str, Series]:

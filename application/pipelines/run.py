@@ -313,9 +313,9 @@ class Run(Generic[Sample]):
         return self._watch.run
 
     @property
-    def other_best(self) -> int | None:
-        """Step of the best model by another measure, which the run had before it continued; None without one."""
-        return self._best.left.get("step") if self._best.metric is not None else None
+    def best(self) -> BestModel:
+        """The best evaluation so far; of a run that continues, also what is `left` of the one by another measure."""
+        return self._best
 
     @property
     def findings(self) -> tuple[str, ...]:

@@ -488,11 +488,10 @@ async def test_the_model_with_the_best_evaluation_is_kept(tmp_path: Path) -> Non
     }
     again = Trained(tmp_path / "again", best_metric="eval/loss")
     again.run.resume(trained.run.training_state())
-    assert again.run._best == trained.run._best
+    assert again.run.best == trained.run.best
     other = Trained(tmp_path / "other", best_metric="eval/accuracy")
     other.run.resume(trained.run.training_state())
-    assert (other.run._best.step, other.run.other_best) == (0, 4), "of another metric nothing is known"
-    assert (trained.run.other_best, again.run.other_best) == (None, None)
+    assert (other.run.best.step, other.run.best.left["step"]) == (0, 4), "of another metric nothing is known"
 
 
 async def test_a_run_ends_when_evaluations_do_not_get_better_and_goes_on_with_more_patience(tmp_path: Path) -> None:

@@ -38,7 +38,15 @@ from rollgrad.entrypoints.config_io import load_config
 from rollgrad.entrypoints.description import settings_file
 from rollgrad.entrypoints.named_paths import check_model
 from rollgrad.entrypoints.reporting import report_aside, report_run
-from rollgrad.entrypoints.run_directory import alone, keep_steps, output_problem, remove_run, write_config
+from rollgrad.entrypoints.run_directory import (
+    alone,
+    bring_best_back,
+    keep_best_apart,
+    keep_steps,
+    output_problem,
+    remove_run,
+    write_config,
+)
 from rollgrad.entrypoints.run_record import RunRecord
 from rollgrad.testing.metric_sink import FakeRunTracker
 from tests import kept_rollouts
@@ -425,6 +433,23 @@ def test_a_run_whose_training_states_are_gone_is_not_started_anew(tmp_path: Path
     assert f"{states} holds no training state, though the run in {tmp_path} saved one after step 12" in problem
     assert output_problem(evolve(ckpt, overwrite=True)) is None
     assert output_problem(evolve(ckpt, state_dir=str(tmp_path / "elsewhere"))) is None
+
+
+def test_a_best_model_that_was_kept_apart_by_a_run_that_was_killed_is_brought_back(tmp_path: Path) -> None:
+    def make(content: str) -> None:
+        (tmp_path / "best").mkdir()
+        for path in (tmp_path / "best" / "weights", tmp_path / "best.state.json"):
+            path.write_text(content)
+
+    make("of step 3")
+    assert keep_best_apart(tmp_path, 3) == tmp_path / "best_3"
+    assert keep_best_apart(tmp_path, 3) is None, "there is none any more"
+    make("by another evaluation")
+    assert keep_best_apart(tmp_path, 3) is None, "the older one stays"
+    for _ in range(2):
+        bring_best_back(tmp_path, 3)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "best.state.json"]
+        assert {(tmp_path / name).read_text() for name in ("best/weights", "best.state.json")} == {"of step 3"}
 
 
 def test_the_profile_of_a_run_goes_with_it_and_a_run_of_that_name_stays(tmp_path: Path) -> None:
