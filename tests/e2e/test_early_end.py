@@ -244,11 +244,15 @@ def test_auto_resumes_where_there_is_something_and_begins_where_there_is_nothing
     assert steps() == list(range(1, STEPS + 1))
     for state in Path("out").glob("training_state_*"):
         shutil.rmtree(state)
+    assert train(*auto) == 2, "it has saved one, which may be on a disk that is not there"
+    assert "holds no training state, though the run in out saved one after step 4" in capsys.readouterr().err
+    Path("out/run.json").unlink()
     assert train(*auto) == 2, "a model without a state would be replaced"
     assert "holds a run of 4 steps" in capsys.readouterr().err
     for name in ("model", "model.state.json"):
         Path("out", name).rename(f"kept_{name}")
     assert train(*auto, "--train.max_steps", "1") == 0, "logs of a run that was killed before it saved anything"
+    assert "the run starts anew: there is no training state of the steps that it logged" in capsys.readouterr().err
     assert steps() == [1]
 
 
