@@ -20,8 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import structlog
-
 import rollgrad
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.checkpoints.lock import keep_locked
@@ -29,8 +27,6 @@ from rollgrad.adapters.checkpoints.names import RUN_FILE, TRAINING_STATE, number
 from rollgrad.adapters.system.exits import telling_exits
 from rollgrad.application.foreign import first_line
 from rollgrad.entrypoints.redaction import known_secrets, redact
-
-log = structlog.get_logger(__name__)
 
 HEARTBEAT_SECONDS = 10.0
 SILENT_SECONDS = 25.0
@@ -165,6 +161,9 @@ class RunRecord:
             replace_file(self._path, (json.dumps(self._facts, indent=2) + "\n").encode(errors="replace"))
         except OSError as error:  # a full disk, on which the next one may find room, or another run is there
             if not self._warned:
+                import structlog  # not above: help loads this module, and no logging
+
+                log = structlog.get_logger(__name__)
                 log.warning("the state of the run cannot be written", path=str(self._path), reason=str(error))
             self._warned = True
 

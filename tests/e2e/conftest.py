@@ -1,4 +1,4 @@
-"""What all runs of the tests in this folder have in common."""
+"""Fixtures that all runs of the tests in this folder have in common."""
 
 from pathlib import Path
 

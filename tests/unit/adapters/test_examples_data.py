@@ -68,7 +68,7 @@ def prepared(
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_a_slice_of_a_split_is_those_rows_and_other_data(kind: str, tmp_path: Path) -> None:
-    """What was prepared of one slice is not found for another."""
+    """One slice is not taken for what was prepared of another."""
     path = tmp_path / f"a.{kind}"
     if kind == "jsonl":
         write(path, *({"text": str(number)} for number in range(10)))

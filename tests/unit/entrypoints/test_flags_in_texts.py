@@ -66,6 +66,7 @@ FOREIGN = {
     *("no-enable-chunked-prefill", "max-num-batched-tokens", "kv-cache-memory-bytes"),
     *("query-gpu", "format"),  # nvidia-smi
     *("variant", "include"),  # debootstrap
+    "newest",  # scripts/model_table.py
     *("shots", "seconds", "lora-rank", "smoke", "only", "rows", "longest", "pairs"),  # the benchmarks, by tyro
     *("config-path", "config-dir", "config-name"),  # Hydra
     *("ink", "soft", "line", "ground", "card"),  # names of colours in a style sheet
