@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
 from rollgrad.adapters.models.torch.experts.router_replay import router_replay
+from rollgrad.adapters.models.torch.layers.layer_plans import plans_again
 from rollgrad.adapters.models.torch.offloading import OffloadedInputs, Transfers, transfers_of
 from rollgrad.application.settings.sections.actor import Checkpointing
 
@@ -108,14 +109,14 @@ class Recomputation:
                 self._offloaded.clear()
 
     def _contexts(self) -> Contexts:
-        """Returns the contexts of a layer: what is computed again leaves out the same, and goes to the same experts,
-        for another pass may have begun."""
+        """Returns the contexts of a layer: what is computed again follows the same plan, leaves out the same, and
+        goes to the same experts, for another pass may have begun."""
         first: AbstractContextManager[Any] = nullcontext()
         again: list[AbstractContextManager[Any]] = []
         if self._policy is not None:
             first, kept = create_selective_checkpoint_contexts(self._policy)  # type: ignore[no-untyped-call]
             again.append(kept)
-        again.append(self._dropout.again())
+        again += [plans_again(), self._dropout.again()]
         if self._replay is not None:
             again.append(self._replay.again())
         return first, _together(again)

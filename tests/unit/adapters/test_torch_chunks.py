@@ -14,8 +14,8 @@ from rollgrad.adapters.models.torch.layers.attention_buckets import chunks
 from rollgrad.adapters.models.torch.layers.layout import Node
 from rollgrad.adapters.models.torch.layers.padded import is_padded
 from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
-from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from tests.model_sweep import LOGPROB_TOLERANCE, engine_gap, packed_gaps
+from tests.recomputed import recompute
 from tests.tiny_architectures import tiny_model
 from tests.unit.adapters.test_torch_recurrence import alone, forest
 
@@ -51,8 +51,7 @@ def test_parts_end_where_chunks_do(node: Node, parts: list[Node]) -> None:
 def test_a_forest_has_the_values_and_gradients_of_its_sequences(recomputes: bool) -> None:
     plain, model = made()
     if recomputes:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        train_without_dropout(model)
+        recompute(model)
     assert max(packed_gaps(plain, model, forest())) < 3e-5
 
 

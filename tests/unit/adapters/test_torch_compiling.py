@@ -23,7 +23,6 @@ from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.loading.weight_shards import layer_stacks
 from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer, OptimizerSettings
-from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from rollgrad.adapters.models.torch.references import AdapterlessReference
 from rollgrad.application.settings.rules import setting_errors
 from rollgrad.application.settings.run import RLConfig
@@ -45,6 +44,7 @@ from rollgrad.entrypoints.composition.models import (
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.compiled_layers import AS_IT_IS, AS_WRITTEN, compiler, graphs
 from tests.fakes import cluster
+from tests.recomputed import recompute
 from tests.tiny_architectures import tiny_model
 
 TOLERANCE = 1e-5
@@ -111,8 +111,7 @@ def installed(model_type: str, *, recomputes: bool = False) -> Any:
     model = tiny_model(model_type)
     install_and_compare(model)
     if recomputes:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        train_without_dropout(model)
+        recompute(model)
     return model
 
 

@@ -12,8 +12,8 @@ from rollgrad.adapters.models.torch.layers.attention import backbone
 from rollgrad.adapters.models.torch.layers.layer_plans import loses_plans, noted_plan
 from rollgrad.adapters.models.torch.layers.padded import is_padded
 from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
-from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from tests.model_sweep import GRADIENT_TOLERANCE, LOGPROB_TOLERANCE, engine_gap, packed_gaps
+from tests.recomputed import recompute
 from tests.tiny_architectures import tiny_model
 from tests.unit.adapters.test_torch_recurrence import forest
 
@@ -34,8 +34,7 @@ def made(model_type: str) -> tuple[Any, Any]:
 def test_a_forest_has_the_values_and_gradients_of_its_sequences(model_type: str, recomputes: bool) -> None:
     plain, model = made(model_type)
     if recomputes:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        train_without_dropout(model)
+        recompute(model)
     value_gap, gradient_gap = packed_gaps(plain, model, forest())
     assert value_gap < LOGPROB_TOLERANCE
     assert gradient_gap < GRADIENT_TOLERANCE

@@ -21,12 +21,12 @@ from rollgrad.adapters.models.torch.layers.recurrence import ForestRecurrence, S
 from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare
 from rollgrad.adapters.models.torch.loading.lora import add_lora
 from rollgrad.adapters.models.torch.planning.shape import model_shape
-from rollgrad.adapters.models.torch.recomputation import train_without_dropout
 from rollgrad.application.settings.sections.actor import AdapterConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.model_sweep import GRADIENT_TOLERANCE, LOGPROB_TOLERANCE, packed_gaps
+from tests.recomputed import recompute
 from tests.tiny_architectures import VOCABULARY, tiny_model
 
 FAMILIES = (
@@ -178,8 +178,7 @@ def made(model_type: str, *, recomputes: bool = False, dtype: torch.dtype = torc
     install_and_compare(model)
     assert not is_padded(model)
     if recomputes:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        train_without_dropout(model)
+        recompute(model)
     return plain, model
 
 

@@ -6,7 +6,8 @@ place.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -39,6 +40,21 @@ def note_plans(body: nn.Module) -> None:
         if isinstance(layer, GradientCheckpointingLayer) and not _is_hooked(layer, _begin):
             layer.register_forward_pre_hook(_begin, with_kwargs=True)
             layer.register_forward_hook(_end, always_call=True)
+
+
+@contextmanager
+def _noting(plans: tuple[Any, ...]) -> Iterator[None]:
+    before = _PLANS.set(plans)
+    try:
+        yield
+    finally:
+        _PLANS.reset(before)
+
+
+def plans_again() -> AbstractContextManager[None]:
+    """Returns a block in which a layer is computed again by the plan that is noted now: since transformers 5.23 the
+    hooks of a layer, which note its plan, do not run then."""
+    return _noting(_PLANS.get())
 
 
 def loses_plans(body: nn.Module) -> bool:
