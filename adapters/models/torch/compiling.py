@@ -10,7 +10,7 @@ Does not own: what a layer computes, nor its division over processes, which foll
 """
 
 import os
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,20 +41,30 @@ def compile_layers(model: Any) -> None:
     for part in [part for part in model.modules() if hasattr(part, "experts")]:
         part.forward = torch.compiler.disable(part.forward)  # type: ignore[no-untyped-call]
     for layer in [layer for stack in layer_stacks(model) for layer in stack if not hasattr(layer, "experts")]:
-        layer.forward = _CompiledForward(layer.forward)
+        layer.forward = _CompiledForward(layer)
 
 
 class _CompiledForward:
     """Forward pass of a layer, compiled where the plan of the pass lets it be."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._plain = forward
-        self._compiled = compiled(forward)
+    def __init__(self, layer: Any) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        # Since transformers 5.23 the class of a layer wraps its forward pass into what computes it again for gradients,
+        # which is no part of what is compiled.
+        wraps = "__init_subclass__" in vars(GradientCheckpointingLayer)
+        self._wrapped = wraps and isinstance(layer, GradientCheckpointingLayer)
+        self._layer = layer
+        own: Any = type(layer).forward
+        self._plain = partial(own.__wrapped__, layer) if self._wrapped else layer.forward
+        self._compiled = compiled(self._plain)
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         """Returns what the layer computes."""
-        plan = named.get("attention_plan")
+        plan, layer = named.get("attention_plan"), self._layer
         forward = self._compiled if plan is not None and plan.compiles else self._plain
+        if self._wrapped and layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
+            return layer._gradient_checkpointing_func(partial(forward, **named), *positional)
         return forward(*positional, **named)
 
 
