@@ -12,7 +12,6 @@ from rollgrad.adapters.models.torch.layers.attention import install_attention
 from rollgrad.domain.batches.examples import ExampleBatch, pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens
 from tests.fakes.sequence_parallel import gradients, joined
-from tests.recomputed import recompute
 from tests.tiny_vision import ask, codec_of, picture, tiny_vlm
 
 RED, WIDE = picture((200, 0, 0)), picture((0, 150, 0), width=56, height=24)
@@ -22,7 +21,8 @@ def passes(family: str) -> dict[str, Any]:
     """This process's part of a batch with images and of one without: columns of the action tokens, and gradients."""
     model, processor = tiny_vlm(family)
     install_attention(model)
-    recompute(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
     whole = batch(codec_of(processor), several=family != "llava_onevision")
     result: dict[str, Any] = {}
     for name, packed in (("images", whole), ("texts", whole.select([3, 4]))):

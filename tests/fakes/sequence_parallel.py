@@ -27,7 +27,6 @@ from rollgrad.testing.agent_executor import make_trajectory
 from tests.compiled_layers import AS_IT_IS, compiler
 from tests.fakes import cluster, grammars
 from tests.meeting_processes import met
-from tests.recomputed import recompute
 from tests.tiny_architectures import tiny_model
 
 TIMEOUT = 300.0
@@ -200,7 +199,8 @@ def model(case: Case) -> Any:
             if ".lora_B." in name:
                 torch.nn.init.normal_(parameter, std=0.1)  # at 0, where it starts, A has no gradient
     if case.checkpointing:
-        recompute(made)
+        made.gradient_checkpointing_enable({"use_reentrant": False})
+        made.train()
     if case.compiles:
         compile_layers(made)
     return made

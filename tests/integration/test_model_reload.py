@@ -16,7 +16,7 @@ from rollgrad.application.settings.sections.actor import DType
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.errors import ConfigurationError, EngineError
 from rollgrad.entrypoints.cli.serve_agent import ServeAgentArguments
-from rollgrad.entrypoints.composition import assistant, reload
+from rollgrad.entrypoints.composition.serving import assistant, reload
 from rollgrad.entrypoints.composition.serving.assistant import LoadedAssistant, load_assistant
 from rollgrad.entrypoints.composition.serving.reload import ModelReload
 from rollgrad.testing.rollout_engine import FakeRolloutEngine

@@ -102,7 +102,7 @@ for line in sys.stdin:
 
 async def test_answers_of_servers_made_otherwise(tmp_path: Path) -> None:
     (tmp_path / "answers.py").write_text(ANSWERS)
-    async with await connect(f"{sys.executable} -S {tmp_path}/answers.py", timeout=10.0) as connection:
+    async with await connect(f"{sys.executable} -S {tmp_path}/answers.py") as connection:
         with capture_logs() as logs:
             told = {tool.name: await tool.call({}) for tool in connection.tools}
     assert told == {

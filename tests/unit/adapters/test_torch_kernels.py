@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
+from threading import Event, Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rollgrad.adapters.models.torch.kernels import attention as kernels
-from rollgrad.adapters.models.torch.kernels.attention import dense, dense_with_logsumexp, has_varlen
+from rollgrad.adapters.models.torch.kernels.attention import dense, dense_with_logsumexp, has_varlen, sdpa_on
 from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
 from rollgrad.adapters.models.torch.layers import attention
 from rollgrad.adapters.models.torch.layers.attention import ForestAttention
@@ -30,6 +31,26 @@ NODES = [
 TOKENS = 137
 HEADS = {"grouped": (8, 2, 16, 16), "alone": (4, 4, 24, 24), "odd": (6, 3, 20, 20), "narrow values": (4, 4, 24, 16)}
 """Query heads, key heads, and the widths of keys and of values."""
+
+
+def test_threads_do_not_leave_the_kernels_of_each_other_behind() -> None:
+    query: Any = SimpleNamespace(
+        is_cuda=True, requires_grad=False, device=torch.device("cpu"), dtype=torch.float32, shape=(1, 8)
+    )
+    before, left = torch.backends.cuda.flash_sdp_enabled(), Event()
+
+    def second() -> None:
+        with sdpa_on(query):
+            left.wait(10)
+
+    with sdpa_on(query):
+        assert not torch.backends.cuda.flash_sdp_enabled()
+        thread = Thread(target=second)
+        thread.start()
+        thread.join(0.2)  # by when it would have begun
+    left.set()
+    thread.join()
+    assert torch.backends.cuda.flash_sdp_enabled() is before is True
 
 
 def strict_varlen(seen: list[Any]) -> Callable[..., Tensor]:

@@ -4,7 +4,9 @@
 dot-product attention, for everything else.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -47,6 +49,10 @@ SINCE_2_12 = torch.__version__ >= "2.12"
 FLASH_ATTENTION_4 = "rollgrad.adapters.models.torch.kernels.flash_attention_4"
 """Module from which torch takes these kernels, and its name of them."""
 
+_CHOICE = threading.RLock()
+"""Held while torch computes by chosen kernels: it chooses for the whole process, so that of two threads, such as the
+engine's and the trainer's, the last to leave would leave the other's choice behind."""
+
 WITHOUT_CUDNN = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of scaled dot-product attention on a GPU, beside FlashAttention's. cuDNN's, which torch prefers on Hopper,
 builds an execution plan of tens of milliseconds for each new shape, and its gradients can be NaN where there is a mask
@@ -64,9 +70,15 @@ def sdpa_on(query: Tensor) -> AbstractContextManager[None]:
     if not query.is_cuda:
         return nullcontext()
     if are_deterministic() and query.requires_grad:
-        return sdpa_kernel([SDPBackend.MATH])  # torch computes gradients by another kernel in a way that is not
+        return _choosing([SDPBackend.MATH])  # torch computes gradients by another kernel in a way that is not
     flash = has_varlen(query.device, query.dtype, query.shape[-1])
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, *WITHOUT_CUDNN] if flash else WITHOUT_CUDNN)
+    return _choosing([SDPBackend.FLASH_ATTENTION, *WITHOUT_CUDNN] if flash else WITHOUT_CUDNN)
+
+
+@contextmanager
+def _choosing(backends: Sequence[SDPBackend]) -> Iterator[None]:
+    with _CHOICE, sdpa_kernel([*backends]):
+        yield
 
 
 @cache
