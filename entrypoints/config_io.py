@@ -168,7 +168,7 @@ def _structured(
     if EXTENSION in setting_names(run):
         problems += load_extension_file(extension or _named(data, EXTENSION))
         run = with_brought(run)
-    config = _section(run, data, "", problems)
+    config = _section(run(), data, "", problems)
     names = preset or (attrgetter(PRESET)(config) if PRESET in setting_names(run) else None)
     if names is not None:
         try:
@@ -176,7 +176,7 @@ def _structured(
         except ConfigurationError as error:
             problems.append(error)
         else:
-            config = _section(run, merged(settings, data if isinstance(data, Mapping) else {}), "", [])
+            config = _section(run(), merged(settings, data if isinstance(data, Mapping) else {}), "", [])
         forget_preset(config)
     return config, problems
 
@@ -267,22 +267,27 @@ def setting_names(cls: type[attrs.AttrsInstance] = RLConfig, prefix: str = "") -
 
 
 def _section(
-    cls: type[Config],
+    default: Config,
     data: Any,
     prefix: str,
     problems: list[ConfigurationError],
     known: Sequence[str] | None = None,
 ) -> Config:
-    """Returns a section as far as it can be read. `known`: names of all settings of the run; None where `cls` is the
-    run."""
-    known = list(setting_names(cls)) if known is None else known
+    """Returns a section as far as it can be read.
+
+    Args:
+        default: what it is without data: the defaults of one class differ by the section that has it, such as the
+            learning rates of actor and critic.
+        known: names of all settings of the run; None where `default` is the run.
+    """
+    known = list(setting_names(type(default))) if known is None else known
     if data is None:  # a section whose lines are all comments
-        return cls()
+        return default
     if not isinstance(data, Mapping):
         where = prefix.rstrip(".") or "The configuration"
         problems.append(ConfigurationError(f"{where} is {data!r}, but it must be a section of `key: value` lines."))
-        return cls()
-    fields = {field.name: field.type for field in attrs.fields(cls)}
+        return default
+    fields = {field.name: field.type for field in attrs.fields(type(default))}
     values: dict[str, Any] = {}
     for key, value in data.items():
         name = f"{prefix}{key}"
@@ -290,13 +295,13 @@ def _section(
             problems.append(ConfigurationError(unknown_key(name, value, known)))
             continue
         if attrs.has(fields[key]):
-            values[key] = _section(fields[key], value, f"{name}.", problems, known)
+            values[key] = _section(getattr(default, key), value, f"{name}.", problems, known)
             continue
         try:
             values[key] = _converter.structure(value, fields[key])
         except Exception:  # cattrs wraps what the hooks raise in groups of its own
             problems.append(ConfigurationError(f"{name} is {value!r}, but it must be {_describe(fields[key])}."))
-    return cls(**values)
+    return attrs.evolve(default, **values)
 
 
 def _difference(values: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:

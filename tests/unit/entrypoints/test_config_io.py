@@ -1,3 +1,5 @@
+import functools
+import operator
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.algorithms.settings import KLEstimator
 from rollgrad.domain.errors import ConfigurationError
+from rollgrad.entrypoints.cli.loop import LOOPS
+from rollgrad.entrypoints.cli.offline import TRAINERS
 from rollgrad.entrypoints.config_io import (
     dump_config,
     load_config,
@@ -19,6 +23,7 @@ from rollgrad.entrypoints.config_io import (
     setting_names,
     settings_tree,
     structure_config,
+    structure_run,
 )
 
 LEAVES: dict[Any, st.SearchStrategy[Any]] = {
@@ -76,6 +81,17 @@ def test_a_file_sets_what_it_names_only(tmp_path: Path) -> None:
     expected.algo.advantage.estimator = "rloo"
     expected.actor.adam.lr = 2e-5
     assert load_config(path) == expected
+
+
+@pytest.mark.parametrize("run", [RLConfig, *(kind.run for kind in (*TRAINERS.values(), *LOOPS.values()))])
+def test_a_setting_leaves_the_defaults_beside_it(run: type[attrs.AttrsInstance]) -> None:
+    default = run()  # where the learning rate of a critic is not that of an actor, though both are Adam's
+    for name in setting_names(run):
+        *sections, key = name.split(".")
+        data: Any = {key: functools.reduce(operator.getitem, name.split("."), settings_tree(default))}
+        for section in reversed(sections):
+            data = {section: data}
+        assert structure_run(run, data) == default, name
 
 
 def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
