@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 # to 2 GB. Files go to them in the order of tests/conftest.py, not of how many tests they have: long ones first, those of
 # tests/unit, all short, last.
 WORKERS ?= 3
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -p no:benchmark -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # $(call tests,and EXPRESSION) runs the tests that a marker expression selects. Where there is a GPU, those that use it
 # run one after the other, for an engine takes most of its memory, and all others as if there were none.

@@ -1,7 +1,7 @@
 """Engines by URL against real HTTP servers that answer as vLLM does, fail, hang, vanish and come back."""
 
 import asyncio
-import logging
+import logging.handlers
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
@@ -194,18 +194,31 @@ async def test_nobody_there_is_one_sentence(held_port: int) -> None:
         await using(engine_of(url), ServedEngine.ping)
 
 
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What is logged during a test, by libraries, too."""
+    root, handler = logging.getLogger(), logging.handlers.BufferingHandler(capacity=10**6)
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG)
+    yield handler.buffer
+    root.removeHandler(handler)
+    root.setLevel(level)
+
+
 async def test_the_token_opens_and_is_told_to_nobody(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, logged: list[logging.LogRecord]
 ) -> None:
     server = serve(token="sesame")
-    caplog.set_level(logging.DEBUG)
     monkeypatch.setenv(TOKEN_VARIABLE, "sesame")
     await using(engine_of(server.url), ServedEngine.require_weights)
     monkeypatch.setenv(TOKEN_VARIABLE, "wrong-word")
     with pytest.raises(EngineError, match=f"environment variable {TOKEN_VARIABLE}") as raised:
         await using(engine_of(server.url), ServedEngine.ping)
+    lines = "\n".join(logging.Formatter().format(record) for record in logged)
+    assert server.url in lines, "requests are logged"
     for secret in ("sesame", "wrong-word"):
-        assert secret not in str(raised.value) + caplog.text
+        assert secret not in str(raised.value) + lines
 
 
 async def test_what_fails_in_passing_is_asked_again_and_the_rest_is_not(serve: Serve) -> None:
