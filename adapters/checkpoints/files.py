@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
+from typing import IO
 
 from rollgrad.domain.errors import CheckpointError
 
 PROBE = "probe-"
 """Beginning of the names of directories by which `check_renaming` finds out, for `tidy`."""
+
+_told = False
+"""Whether this process was told of a file system that does not flush files."""
 
 ROOM_SHARE, ROOM_BYTES = 0.01, 2**20
 """Room beside the bytes of files: what blocks, directories and a longer log of metrics take."""
@@ -72,7 +76,7 @@ def replace_lines(target: Path, lines: Iterable[bytes]) -> None:
         with fresh.open("wb") as file:
             file.writelines(lines)
             file.flush()
-            os.fsync(file.fileno())
+            flush(file)
         os.replace(fresh, target)
         _flush_directory(target.parent)
     except OSError:
@@ -175,6 +179,26 @@ def size_of(path: Path) -> int:
     return total
 
 
+def flush(file: IO[bytes]) -> None:
+    """Waits until a file is on the disk. Where its file system cannot say so, as some that are mounted by a program, a
+    warning says once what that means: a run that lost its checkpoints for it would lose more.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    global _told
+    if _can_flush(file.fileno()) or _told:
+        return
+    _told = True
+    import structlog
+
+    structlog.get_logger(__name__).warning(
+        "the file system does not say when files are on the disk: what was saved last may be lost when the machine, or "
+        "what the directory is mounted from, fails; not when the run is killed",
+        file=file.name,
+    )
+
+
 def _temporary(target: Path, suffix: str) -> Path:
     return target.with_name(f".{target.name}.{suffix}")
 
@@ -184,16 +208,24 @@ def _flush(directory: Path) -> None:
     for parent, _, names in os.walk(directory):
         for name in names:
             with Path(parent, name).open("rb") as file:
-                os.fsync(file.fileno())
+                flush(file)
         _flush_directory(Path(parent))
 
 
 def _flush_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # some file systems flush files only
-            raise
+        _can_flush(descriptor)  # some file systems flush files only
     finally:
         os.close(descriptor)
+
+
+def _can_flush(descriptor: int) -> bool:
+    """Waits until a file or directory is on the disk; returns False where its file system has no way to wait."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        return False
+    return True

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from rollgrad.adapters.checkpoints.files import replace_file, replace_lines
+from rollgrad.adapters.checkpoints.files import flush, replace_file, replace_lines
 from rollgrad.adapters.checkpoints.lock import locked
 from rollgrad.adapters.data.replies import Key, Row, has_failed, key_of, line_of, parsed, shown
 from rollgrad.domain.errors import CheckpointError, DataError
@@ -90,7 +90,7 @@ class RowLog:
                 piece = text[start : start + PIECE]
                 if self._file.write(piece) != len(piece):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._file.fileno())
+            flush(self._file)
         except OSError as error:
             with suppress(OSError):  # the next start removes an incomplete line, too
                 self._file.truncate(self._size)

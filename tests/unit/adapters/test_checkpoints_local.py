@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 
 from rollgrad.adapters.checkpoints import files, local
 from rollgrad.adapters.checkpoints.local import LocalCheckpointStore
+from rollgrad.adapters.data.reply_log import RowLog
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import TrainingState
@@ -329,6 +330,33 @@ def test_a_file_system_that_flushes_files_only_is_written(
     save(store, Policy("a", tmp_path / "model"))
     store.save_state({"step": 1}, "model")
     assert visible(tmp_path) == ["model", "model.state.json"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_that_flushes_nothing_is_written_after_one_warning(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run would else lose its model there, hours after it has begun."""
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(number, os.strerror(number))))
+    monkeypatch.setattr(files, "_told", False)
+    with capture_logs() as logs:
+        store = LocalCheckpointStore(tmp_path)
+        store.save_state({"step": 1}, "model")
+        save(store, Policy("a", tmp_path / "model"))
+        RowLog(tmp_path / "replies.jsonl", set()).close()
+    assert visible(tmp_path) == ["model", "model.state.json", "replies.jsonl"]
+    (line,) = logs
+    assert "does not say when files are on the disk" in line["event"]
+    assert line["file"] == str(tmp_path / ".model.state.json.new")
+
+
+def test_a_disk_that_fails_to_flush_keeps_the_older_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalCheckpointStore(tmp_path)
+    save(store, Policy("a", tmp_path / "model"))
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(store, Policy("b", tmp_path / "model"))
+    assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["a", "a"]
 
 
 def test_what_a_killed_run_tried_is_removed(tmp_path: Path) -> None:
