@@ -19,7 +19,7 @@ from rollgrad.adapters.data.datasets.survey import Surveyed
 from rollgrad.adapters.system.python_file import load_python
 from rollgrad.application.settings.brought import with_brought
 from rollgrad.application.settings.function_path import FunctionPath, is_module_name, several
-from rollgrad.application.settings.rules.resume import MODELS, changes, refusals
+from rollgrad.application.settings.rules.resume import CODE, MODELS, TEXTS, changed_code, changes, refusals
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import CheckpointError, raise_together
 from rollgrad.entrypoints.config_io import setting_names, settings_tree, yaml_text
@@ -48,6 +48,7 @@ def describe_run(config: AttrsInstance, fingerprint: str | None, date: str | Non
         "settings": settings,
         "versions": versions(COMPUTING),
         "models": {name: model_fingerprint(settings[name]) for name in MODELS if settings.get(name)},
+        "files": {name: _held(name, settings[name]) for name in (*CODE, *TEXTS) if settings.get(name)},
         "data": fingerprint,
         "date": date,
     }
@@ -98,8 +99,26 @@ def check_continues(begun: Mapping[str, Any] | None, now: Description, run: type
             began=begun.get("date"),
             now=now.get("date"),
         )
+    if other := changed_code(begun, now):
+        log.warning(
+            "the run continues with other code than it began with: its results are those of both",
+            **{name.replace(".", "_"): now["settings"][name] for name in other},
+        )
     if changed:
         log.info("the run continues with changes", **{name.replace(".", "_"): text for name, text in changed.items()})
+
+
+def _held(name: str, value: str) -> str:
+    """Returns the sha256 of what a setting of files names; what is no file, such as a module, stands for itself."""
+    held = hashlib.sha256()
+    for part in several(value) if name in CODE else [value]:
+        place = FunctionPath.parse(part) if name in CODE else FunctionPath(part)
+        try:
+            content = Path(place.file).expanduser().read_bytes()
+        except (OSError, ValueError):  # a text may be too long for a name, or have a zero in it
+            content = place.file.encode()
+        held.update(hashlib.sha256(content).digest() + f"{place.name}".encode())
+    return held.hexdigest()
 
 
 def code_fingerprint(path: str, *, flag: str) -> str:

@@ -269,6 +269,10 @@ def test_a_run_continues_as_what_it_began(
     workspace: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Other rows, or a model of the same shapes, are found by what they hold; the same in another place is the same."""
+    Path("keep.py").write_text("def keep(group):\n    return True\n")
+    settings = yaml.safe_load(Path("run.yaml").read_text())
+    settings["algo"]["dynamic_filtering_path"] = "keep.py"
+    Path("run.yaml").write_text(yaml.safe_dump(settings))
     shutil.copytree(tiny_model_dir, "moved")
     shutil.copy("prompts.jsonl", "moved.jsonl")
     assert train("--train.max_steps", "1") == 0
@@ -295,12 +299,18 @@ def test_a_run_continues_as_what_it_began(
             assert said in errors[0]
     assert {path: path.read_bytes() for path in kept} == kept, "what is refused changes nothing"
     Path("prompts.jsonl").unlink()
+    Path("keep.py").rename("moved/keep.py")
+    Path("reward.py").write_text(f"{REWARD}# mended\n")
     moved = ("--data.prompt_dataset", "moved.jsonl", "--actor.model_name_or_path", "./moved")
+    moved = (*moved, "--algo.dynamic_filtering_path", "moved/keep.py")
     lower = ("--actor.adam.lr", "0.0005")  # what is told to whom a larger one has ended a run
     assert train("--ckpt.resume", *moved, *lower, "--train.max_tokens_per_micro_batch", "300") == 0
     told = capsys.readouterr().err
     assert "train_max_tokens_per_micro_batch=" in told
     assert "actor_adam_lr=" in told
+    assert 'algo_dynamic_filtering_path="keep.py -> moved/keep.py"' in told
+    (warning,) = [line for line in told.splitlines() if "other code than it began with" in line]
+    assert "reward_function_path=reward.py" in warning
     rows = logged(Path("out"))
     assert [row["policy/lr"] for row in rows] == [0.001] + [0.0005] * (STEPS - 1)
     assert steps() == list(range(1, STEPS + 1))

@@ -1,7 +1,7 @@
 """Rules about the parts of a run's description that may change when the run continues.
 
 Invariant: every setting is either in `MAY_DIFFER` or refused by name with both values; what a name leads to (models,
-data) counts by its content. Importable without torch.
+data, files of code and of text) counts by its content. Importable without torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -85,6 +85,21 @@ MODELS = (
     "reward.model_name_or_path",
     "teacher.model_name_or_path",
 )
+CODE = (
+    "reward.function_path",
+    "train.agent_func_path",
+    "algo.extension_path",
+    "algo.dynamic_filtering_path",
+    "actor.optim_path",
+    "actor.lr_scheduler_path",
+    "critic.optim_path",
+    "critic.lr_scheduler_path",
+    "agent.tools",
+)
+"""Settings that name files of code, which may move. Another content of them is told, not refused: a run may end by a
+mistake in them, which is then mended."""
+TEXTS = ("data.chat_template", "algo.kl.teacher_template", "reward.judge_prompt")
+"""Settings that name files of text, or are it: what they hold counts, not where it is."""
 DATA = "data.prompt_dataset"
 EXAMPLES = "data.dataset"
 
@@ -102,8 +117,8 @@ def refusals(begun: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping
     """A sentence for each thing in which a run's description keeps it from continuing.
 
     Args:
-        begun: `trainer`, `settings` by dotted name, `models` (fingerprints) by the setting that names them, `data` (a
-            fingerprint, or None), as they were when the run began.
+        begun: `trainer`, `settings` by dotted name, `models` and `files` (fingerprints) by the setting that names them,
+            `data` (a fingerprint, or None), as they were when the run began.
         now: the same of the run that is to continue it.
         defaults: values of settings that were not there yet when the run began.
     """
@@ -120,8 +135,12 @@ def refusals(begun: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping
             same = _same_model(begun["models"].get(name), now["models"].get(name), names_alike=before == value)
         elif name in (DATA, EXAMPLES):
             same = before == value if None in (begun["data"], now["data"]) else begun["data"] == now["data"]
+        elif name in TEXTS:
+            held = _holds(name, begun), _holds(name, now)
+            same = before == value if None in held else held[0] == held[1]
         else:
-            same = before == value or may_differ(name)
+            moved = name in CODE and _holds(name, now) is not None and _holds(name, begun) == _holds(name, now)
+            same = before == value or moved or may_differ(name)
         if same:
             continue
         if before == value:
@@ -142,10 +161,23 @@ def changes(begun: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[
     pairs = {
         name: (begun["settings"].get(name, defaults[name]), value)
         for name, value in now["settings"].items()
-        if may_differ(name) and not name.startswith("ckpt.")
+        if (may_differ(name) or name in (*CODE, *TEXTS)) and not name.startswith("ckpt.")
     }
     pairs |= {name: (begun["versions"].get(name), version) for name, version in now["versions"].items()}
     return {name: f"{before} -> {value}" for name, (before, value) in pairs.items() if before != value}
+
+
+def changed_code(begun: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns the settings whose files of code hold something else than when the run began."""
+    held = {name: (_holds(name, begun), _holds(name, now)) for name in CODE}
+    return [name for name, (before, after) in held.items() if None not in (before, after) and before != after]
+
+
+def _holds(name: str, description: Mapping[str, Any]) -> str | None:
+    """Returns the fingerprint of what a setting names; None where it names nothing, or an earlier version wrote the
+    description."""
+    found: str | None = description.get("files", {}).get(name)
+    return found
 
 
 def _same_model(begun: Mapping[str, Any] | None, now: Mapping[str, Any] | None, *, names_alike: bool) -> bool:

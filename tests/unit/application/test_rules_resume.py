@@ -6,10 +6,20 @@ from typing import Any
 
 import pytest
 
-from rollgrad.application.settings.rules.resume import DATA, MAY_DIFFER, MODELS, changes, may_differ, refusals
+from rollgrad.application.settings.rules.resume import (
+    CODE,
+    DATA,
+    MAY_DIFFER,
+    MODELS,
+    TEXTS,
+    changed_code,
+    changes,
+    may_differ,
+    refusals,
+)
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.config_io import setting_names
-from rollgrad.entrypoints.description import flat_settings
+from rollgrad.entrypoints.description import describe_run, flat_settings
 from rollgrad.entrypoints.redaction import is_secret_name
 
 DEFAULTS = flat_settings(RLConfig())
@@ -93,6 +103,55 @@ def test_a_dataset_may_move_but_not_change() -> None:
         assert len(refused(begun, now)) == 1
     moved["data"] = None
     assert len(refused(begun, moved)) == 1, "what cannot be looked at goes by its name"
+
+
+@pytest.mark.parametrize("name", [*CODE, *TEXTS])
+def test_a_file_may_move_and_goes_by_what_it_holds(name: str) -> None:
+    assert name in NAMES
+    begun, moved, mended = description(**{name: "a"}), description(**{name: "b"}), description(**{name: "a"})
+    begun["files"], moved["files"], mended["files"] = {name: "1"}, {name: "1"}, {name: "2"}
+    assert refused(begun, moved) == []
+    assert changes(begun, moved, DEFAULTS) == {name: "a -> b"}
+    assert changed_code(begun, moved) == []
+    if name in CODE:
+        assert refused(begun, mended) == []
+        assert changed_code(begun, mended) == [name]
+    else:
+        (said,) = refused(begun, mended)
+        assert f"{name} is 'a' as when the run began, but holds something else than then" in said
+    moved["files"] = {name: "2"}
+    assert len(refused(begun, moved)) == (not may_differ(name))
+    del begun["files"]  # a state of an earlier version
+    assert refused(begun, mended) == changed_code(begun, mended) == []
+    assert len(refused(begun, moved)) == (not may_differ(name))
+
+
+def test_what_files_hold_is_read_wherever_they_are(tmp_path: Path) -> None:
+    for folder, factor in (("one", 1), ("moved", 1), ("other", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "code.py").write_text(f"FACTOR = {factor}")
+
+    def held(**settings: str) -> dict[str, str]:
+        config = RLConfig()
+        for name, value in settings.items():
+            section, field = name.split("__")
+            setattr(getattr(config, section), field, value)
+        found: dict[str, str] = describe_run(config, None)["files"]
+        return found
+
+    one, moved, other = (f"{tmp_path}/{folder}/code.py" for folder in ("one", "moved", "other"))
+    for setting in ("actor__optim_path", "reward__function_path"):
+        known = held(**{setting: f"{one}:f"})
+        assert len(known) == 1
+        assert held(**{setting: f"{moved}:f"}) == known
+        assert held(**{setting: f"{other}:f"}) != known
+        assert held(**{setting: f"{one}:g"}) != known, "another function of the same file"
+    assert held(agent__tools=f"python,{one}") == held(agent__tools=f"python,{moved}") != held(agent__tools=one)
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    inline, file = "{{ messages }}", f"{tmp_path}/template.jinja"
+    assert held(data__chat_template=inline) == held(data__chat_template=file) != held(data__chat_template="{{ m }}")
+    assert held(data__chat_template="{{ messages }}" * 999).keys() == {"data.chat_template"}
+    assert held() == {}
 
 
 def test_settings_that_were_not_there_yet_had_their_defaults() -> None:
