@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 import structlog
+from attrs import evolve
 
 from rollgrad.application.foreign import first_line, is_being_cancelled, lacks_memory
 from rollgrad.application.interruption import Interrupted
@@ -21,7 +22,7 @@ from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.application.pipelines.step_callback import Ask, RunAccess, StepCallback
 from rollgrad.application.pipelines.step_source import Evaluation, StepReport, StepSource, TrainedModels, finished
 from rollgrad.domain.control.best_model import BestModel
-from rollgrad.domain.control.findings import LearningWatch
+from rollgrad.domain.control.findings import Finding, LearningWatch
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.errors import (
     CheckpointError,
@@ -204,15 +205,8 @@ class Run(Generic[Sample]):
     def _enough(self) -> str | None:
         """Says that the caller has ended the run, or that as many evaluations as the schedule waits for have been no
         better than the best one; None before."""
-        if self._on_step.enough is not None:
-            return self._on_step.enough
-        patience, best = self._schedule.patience, self._best
-        if patience is None or best.waited < patience:
-            return None
-        times = "1 evaluation" if best.waited == 1 else f"{best.waited} evaluations"
-        if best.value is None:
-            return f"{best.metric} was no number in {times}"
-        return f"{best.metric} was no better in {times} than the {best.value:.4g} after step {best.step}"
+        asked = self._on_step.enough
+        return self._best.exhausted(self._schedule.patience) if asked is None else asked
 
     async def _count(self, report: StepReport[Sample]) -> None:
         """Counts and reports a finished step.
@@ -236,8 +230,11 @@ class Run(Generic[Sample]):
         self._sink.log(self._done, metrics)
         if self._sample_log is not None:
             self._sample_log(self._done, samples)
-        self._watch, found = self._watch.observe(self._done, metrics)
-        for finding in found:
+        self._tell(*self._watch.observe(self._done, metrics))
+
+    def _tell(self, watch: LearningWatch, findings: Sequence[Finding]) -> None:
+        self._watch = watch
+        for finding in findings:
             log.warning(str(finding), finding=finding.name, since_step=finding.since, step=self._done)
 
     def _state_is_old(self) -> bool:
@@ -325,9 +322,8 @@ class Run(Generic[Sample]):
     def watch_on(self, logged: Mapping[str, Mapping[int, float]]) -> None:
         """Watches on after the steps whose metrics are `logged`, by name and step, so that a run which continues is
         compared with its beginning. A finding that holds is reported again."""
-        self._watch = LearningWatch(self._watch.run).after(logged)
-        for finding in self._watch.holding:
-            log.warning(str(finding), finding=finding.name, since_step=finding.since, step=self._done)
+        watch = LearningWatch(self._watch.run).after(logged)
+        self._tell(watch, watch.holding)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self._done % every == 0 and self._done < self._schedule.steps
@@ -339,6 +335,7 @@ class Run(Generic[Sample]):
         if self._evaluated is None or self._evaluated[0] != self._done:
             metrics = await self._evaluation.run(self._done)
             self._sink.log(self._done, metrics)
+            self._tell(*self._watch.evaluated(self._done, metrics))
             best = self._best.after(self._done, metrics)
             if (best.step, best.value) != (self._best.step, self._best.value):
                 self._save(BEST_MODEL)
@@ -365,6 +362,7 @@ class Run(Generic[Sample]):
             "update": self._models.state_dict(),
             "before": dict(self._before),
             "measured": dict(self._schedule.measured),
+            "evaluations_since": self._watch.run.evaluations_since,
             "best": self._best.state_dict(),
             "kept_model": self._kept_model,
         }
@@ -382,6 +380,8 @@ class Run(Generic[Sample]):
             run = state["run"]
             alike = state.get("measured", self._schedule.measured) == self._schedule.measured  # or not known
             self._done, self._before = int(run["step"]), dict(state["before"]) if alike else {}
+            since = int(state.get("evaluations_since", 0)) if alike else self._done + 1
+            self._watch = LearningWatch(evolve(self._watch.run, evaluations_since=since))
             self._steps.load_state_dict(run, state.get("groups", ()))  # earlier states have none
             self._models.load_state_dict(state["update"])
             self._best = self._best.continued(state.get("best", {}))

@@ -47,6 +47,15 @@ class BestModel:
             return self.best
         return Best.LOWEST if self.metric is not None and self.metric.endswith(LOWER_IS_BETTER) else Best.HIGHEST
 
+    def exhausted(self, patience: int | None) -> str | None:
+        """Says that as many evaluations as `patience` were no better than the best one; None before, and without."""
+        if patience is None or self.waited < patience:
+            return None
+        times = "1 evaluation" if self.waited == 1 else f"{self.waited} evaluations"
+        if self.value is None:
+            return f"{self.metric} was no number in {times}"
+        return f"{self.metric} was no better in {times} than the {self.value:.4g} after step {self.step}"
+
     def continued(self, state: Mapping[str, Any]) -> "BestModel":
         """Returns the best one that a run had before (`state_dict`). By another metric, or the same one where another
         value was the best or another evaluation gave it, it is `left`."""

@@ -1,17 +1,20 @@
 """Findings: reasons why a run cannot learn, found in the metrics of its steps as soon as they show.
 
 A finding begins when its sign (`signs`) was seen in each of the last `WINDOW` rollouts (in all rollouts of a shorter
-run), and ends when it was missing in as many. It is reported when it begins; of one that comes and goes only the first,
-second, fourth, eighth ... time, so that a run of days has a log that people read. Pure: no clock, and no state but
-the value itself. Does not own: how findings are shown.
+run), that of evaluations (`held_out`) in each of the last `EVALUATIONS`, and ends when it was missing in as many. It is
+reported when it begins; of one that comes and goes only the first, second, fourth, eighth ... time, so that a run of
+days has a log that people read. Pure: no clock, and no state but the value itself. Does not own: how findings are
+shown.
 """
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from attrs import evolve, field, frozen
 
-from rollgrad.domain.control.rule import LearningSettings, Metrics
+from rollgrad.domain.control.held_out import BEST, EVALUATION_RULES, EVALUATIONS, held_out
+from rollgrad.domain.control.rule import LearningSettings, Metrics, Rule
 from rollgrad.domain.control.signs import ALIKE, RULES, WINDOW, age, is_compared
 
 TIMES_TOLD = 3
@@ -53,13 +56,15 @@ class LearningWatch:
     _streaks: Mapping[str, _Streak] = field(factory=dict)
     _past: tuple[Finding, ...] = ()
     _first: Mapping[str, tuple[tuple[float, float], ...]] = field(factory=dict)  # age and value of metrics
+    _rewards: tuple[float, ...] = ()  # means of the last rollouts
+    _best: Mapping[str, float] = field(factory=dict)  # of evaluations
+    _evaluated: int = -1
     _updates: int = 0
     _updates_without_gradient: int = 0
 
     def observe(self, step: int, metrics: Metrics) -> tuple["LearningWatch", tuple[Finding, ...]]:
         """Returns the watch after a step, and the findings that begin with it and are reported."""
-        streaks, past, new = dict(self._streaks), list(self._past), list[Finding]()
-        first = dict(self._first)
+        record, first = _Record(self), dict(self._first)
         for name, value in [(name, value) for name, value in metrics.items() if is_compared(name)]:
             old = age(name, metrics)
             alike = [value for before, value in first.get(name, ()) if before >= ALIKE * old][:WINDOW]
@@ -69,40 +74,52 @@ class LearningWatch:
                 first[name] = (*first.get(name, ()), (old, value))
         for name, rule in RULES.items():
             window = min(WINDOW, self.run.steps) if rule.no_update else WINDOW
-            streak, ended = _advance(streaks.get(name, _Streak()), step, rule.sign(metrics, self.run), window)
-            past += [ended] if ended is not None else []
-            if streak.finding is None and streak.seen >= window:
-                evidence, look_at = rule.describe(metrics, self.run, streak.seen)
-                finding = Finding(name=name, evidence=evidence, look_at=look_at, since=streak.first, until=step)
-                streak = evolve(streak, finding=finding)
-                times = 1 + sum(before.name == name for before in past)
-                if times.bit_count() == 1:  # a power of two
-                    new.append(finding)
-            streaks[name] = streak
+            record.look(name, rule, step, metrics, window)
         grad_norm = metrics.get("policy/grad_norm", metrics.get("train/grad_norm"))
+        rewards = (*self._rewards, metrics["reward/mean"])[-WINDOW:] if "reward/mean" in metrics else self._rewards
         watch = evolve(
-            self,
-            streaks=streaks,
-            past=tuple(past),
+            record.watch(),
             first=first,
+            rewards=rewards,
             updates=self._updates + (grad_norm is not None),
             updates_without_gradient=self._updates_without_gradient + (grad_norm == 0),
         )
-        return watch, tuple(new)
+        return watch, tuple(record.new)
+
+    def evaluated(self, step: int, metrics: Metrics) -> tuple["LearningWatch", tuple[Finding, ...]]:
+        """Returns the watch after the evaluation of a step, and the findings that begin with it and are reported. One
+        that was seen before, or had other settings, is not compared."""
+        found = held_out(metrics)
+        if found is None or step <= self._evaluated or step < self.run.evaluations_since:
+            return self, ()
+        trained = {"last": self._rewards, "first": [value for _, value in self._first.get("reward/mean", ())]}
+        means = {f"{when}/reward/mean": fmean(values) for when, values in trained.items() if values}
+        record = _Record(self)
+        for name, rule in EVALUATION_RULES.items():
+            record.look(name, rule, step, {**metrics, **self._best, **means}, EVALUATIONS)
+        best = self._best
+        if not best or found[0] > best[f"{BEST}mean"]:
+            best = {f"{BEST}mean": found[0], f"{BEST}stderr": found[1], f"{BEST}step": float(step)}
+        return evolve(record.watch(), best=best, evaluated=step), tuple(record.new)
 
     def after(self, logged: Mapping[str, Mapping[int, float | None]], step: int = 0) -> "LearningWatch":
-        """Returns the watch after the steps later than `step` whose metrics were logged, each by step, ascending; of
-        evaluations nothing is watched."""
+        """Returns the watch after the steps later than `step` whose metrics were logged, each by step, ascending, and
+        after their evaluations."""
         rows: dict[int, dict[str, float]] = {}
+        evaluations: dict[int, dict[str, float]] = {}
         for name, values in logged.items():
+            held = name.startswith("eval/")
             for at in reversed(list(values)):
-                if at <= step or name.startswith("eval/"):
+                if at <= (self._evaluated if held else step):
                     break
                 if (value := values[at]) is not None:
-                    rows.setdefault(at, {})[name] = value
+                    (evaluations if held else rows).setdefault(at, {})[name] = value
         watch = self
-        for at in sorted(rows):
-            watch, _ = watch.observe(at, rows[at])
+        for at in sorted(rows.keys() | evaluations.keys()):
+            if at in rows:
+                watch, _ = watch.observe(at, rows[at])
+            if at in evaluations:  # it comes after the step
+                watch, _ = watch.evaluated(at, evaluations[at])
         return watch
 
     @property
@@ -123,6 +140,33 @@ class LearningWatch:
         elif (alike := self._streaks.get("constant_reward")) and alike.finding and alike.seen == self.run.steps:
             lines.insert(0, "Nothing was learned from the reward: every reply of the run had the same.")
         return tuple(lines)
+
+
+class _Record:
+    """What a watch knows of signs, while one step or evaluation is looked at; `new` findings are to be reported."""
+
+    def __init__(self, watch: LearningWatch) -> None:
+        self._watch = watch
+        self._streaks, self._past = dict(watch._streaks), list(watch._past)
+        self.new: list[Finding] = []
+
+    def look(self, name: str, rule: Rule, step: int, metrics: Metrics, window: int) -> None:
+        """Looks for a sign, which is a finding once it was seen `window` times in a row."""
+        run = self._watch.run
+        streak, ended = _advance(self._streaks.get(name, _Streak()), step, rule.sign(metrics, run), window)
+        self._past += [ended] if ended is not None else []
+        if streak.finding is None and streak.seen >= window:
+            evidence, look_at = rule.describe(metrics, run, streak.seen)
+            finding = Finding(name=name, evidence=evidence, look_at=look_at, since=streak.first, until=step)
+            streak = evolve(streak, finding=finding)
+            times = 1 + sum(before.name == name for before in self._past)
+            if times.bit_count() == 1:  # a power of two
+                self.new.append(finding)
+        self._streaks[name] = streak
+
+    def watch(self) -> LearningWatch:
+        """Returns the watch that knows it."""
+        return evolve(self._watch, streaks=self._streaks, past=tuple(self._past))
 
 
 def finding_lines(findings: Sequence[Finding]) -> list[str]:

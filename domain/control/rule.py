@@ -15,7 +15,7 @@ class LearningSettings:
     `steps`: rollouts of the whole run. `judged_by_outcome`: whether advantages come from the rewards of whole replies,
     rather than from a teacher or from single turns. `compared_in_groups`: whether a reply's advantage compares it with
     others to the same prompt. `pass_threshold`: score from which a reply passes. `max_new_tokens`: length at which a
-    reply is truncated.
+    reply is truncated. `evaluations_since`: step from which on evaluations have the settings that they have now.
     """
 
     steps: int
@@ -23,6 +23,7 @@ class LearningSettings:
     compared_in_groups: bool = True
     pass_threshold: float = 1.0
     max_new_tokens: int = 1024
+    evaluations_since: int = 0
 
     @property
     def one_token(self) -> bool:

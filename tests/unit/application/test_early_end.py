@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.domain.batches.packed import Batch
+from rollgrad.domain.control.findings import LearningWatch
 from rollgrad.domain.control.staleness import StalenessBound
 from rollgrad.domain.episodes.rewards import RewardRequest
 from rollgrad.domain.errors import (
@@ -30,7 +31,7 @@ from rollgrad.domain.ports.checkpoint_store import TrainingState
 from rollgrad.domain.ports.models import PolicyModel, PolicyObjective, ValueModel
 from rollgrad.testing.checkpoint_store import FakeCheckpointStore
 from rollgrad.testing.models import VOCABULARY, FakePolicy
-from tests.fakes.pipeline import GROUPS, SAMPLES, Run, make_run
+from tests.fakes.pipeline import GROUPS, PROMPTS, SAMPLES, Run, make_run
 
 STEPS, FAILS_AFTER = 6, 3
 EPISODES = GROUPS * SAMPLES
@@ -635,3 +636,38 @@ def test_groups_of_a_state_without_their_samples_are_played_again(
     trained = trained_ids(first) + trained_ids(second)
     assert len(trained) == len(set(trained)) == 5 * EPISODES
     assert max(trained) == 5 * EPISODES - 1
+
+
+def test_evaluations_that_fall_are_told_unless_their_settings_are_others(tmp_path: Path) -> None:
+    def run(broken_after: int = 0) -> Run:
+        """Replies are worth little from step 3 on, to one prompt a little more than to others."""
+        made = make_run(tmp_path, steps=STEPS, eval_steps=1, evaluation=True, state_steps=1)
+
+        def value(request: RewardRequest) -> float:
+            if len(made.steps) == broken_after > 0:
+                return float("nan")
+            return (0.2 if len(made.steps) >= 3 else 0.8) + 0.01 * (request.prompt == PROMPTS[0])
+
+        made.rewards._value = value
+        return made
+
+    whole = run()
+    with capture_logs() as logs:
+        whole.train()
+    told = [(line["finding"], line["step"]) for line in logs if line.get("finding") == "evaluation_falls"]
+    assert told == [("evaluation_falls", 4)]
+    broken = run(broken_after=2)
+    with pytest.raises(RewardError):
+        broken.train()
+    resumed = run()
+    resumed.pipeline._schedule = evolve(resumed.pipeline._schedule, measured={"temperature": 1.0})
+    state = broken.checkpoints.training
+    assert state is not None
+    resumed.pipeline.resume(state)
+    assert resumed.pipeline.learning.evaluations_since == state["run"]["step"] + 1
+    resumed.pipeline.watch_on({"eval/mean@1": {0: 0.8, 1: 0.8}, "eval/mean_stderr": {0: 0.01, 1: 0.01}})
+    assert resumed.pipeline._watch == LearningWatch(resumed.pipeline.learning)
+    again = run()
+    again.pipeline._schedule = resumed.pipeline._schedule
+    again.pipeline.resume(resumed.pipeline.training_state())
+    assert again.pipeline.learning == resumed.pipeline.learning

@@ -390,3 +390,81 @@ def test_equal_rewards_of_a_prompt_are_no_sign_where_replies_are_not_compared() 
     """That the gradient is 0 has another reason then."""
     state, _ = watch(*[{**HEALTHY, **NOTHING}] * (WINDOW + 1), compared_in_groups=False)
     assert [finding.name for finding in state.findings()] == ["no_gradient"]
+
+
+def evaluation(mean: float, error: float = 0.05) -> dict[str, float]:
+    return {"eval/mean@1": mean, "eval/mean_stderr": error}
+
+
+def after_evaluations(*results: dict[str, float], rewards: float = 0.4, **settings: Any) -> dict[int, list[Finding]]:
+    """What a run is told at each step after which it is evaluated, from step 0 on; its rewards go from 0.4 to
+    `rewards`."""
+    state = LearningWatch(LearningSettings(**{"steps": 100, **settings}))
+    told: dict[int, list[Finding]] = {}
+    for step, result in enumerate(results):
+        if step:
+            reward = 0.4 + (rewards - 0.4) * step / (len(results) - 1)
+            state, found = state.observe(step, HEALTHY | {"reward/mean": reward})
+            assert found == ()
+        state, found = state.evaluated(step, result)
+        if found:
+            told[step] = list(found)
+    return told
+
+
+def test_evaluations_that_fall_are_told_with_what_training_did_meanwhile() -> None:
+    good, bad = evaluation(0.6), evaluation(0.2)
+    course = [evaluation(0.3), good, good, *[bad] * 5]
+    told = after_evaluations(*course, rewards=0.9)
+    assert list(told) == [4]
+    (finding,) = told[4]
+    assert (finding.name, finding.since) == ("evaluation_falls", 3)
+    assert "from 0.6 after step 1 to 0.2 (standard error 0.05) in 2 evaluations in a row" in finding.evidence
+    assert "while the reward of training rose from" in finding.evidence
+    assert "--ckpt.best_metric" in finding.look_at
+    (finding,) = after_evaluations(*course, rewards=0.1)[4]
+    assert "while" not in finding.evidence
+    assert "--actor.adam.lr" in finding.look_at
+
+
+@pytest.mark.parametrize(
+    "course",
+    [
+        [evaluation(0.6), evaluation(0.39), evaluation(0.39)],  # 2.97 standard errors
+        [evaluation(0.6), evaluation(0.2), evaluation(0.6), evaluation(0.2), evaluation(0.6)],  # one at a time
+        [evaluation(0.6, 0.0), evaluation(0.2, 0.0), evaluation(0.2, 0.0)],  # prompts without any difference
+        [{"eval/mean@1": 0.6}, {"eval/mean@1": 0.2}, {"eval/mean@1": 0.2}],  # one prompt
+        [{"eval/loss": 0.6}, {"eval/loss": 0.2}, {"eval/loss": 0.2}],
+        [evaluation(0.2), evaluation(0.4), evaluation(0.6), evaluation(0.8)],
+        [evaluation(0.6), {}, evaluation(float("nan")), evaluation(float("nan"))],
+    ],
+)
+def test_evaluations_that_differ_by_chance_are_not_told(course: list[dict[str, float]]) -> None:
+    assert after_evaluations(*course) == {}
+
+
+def test_an_evaluation_falls_from_its_limit_on() -> None:
+    limit = 0.6 - 3 * (2 * 0.05**2) ** 0.5 - 1e-9
+    assert list(after_evaluations(evaluation(0.6), evaluation(limit), evaluation(limit))) == [2]
+
+
+def test_evaluations_with_other_settings_are_not_compared() -> None:
+    course = [evaluation(0.6), evaluation(0.6), evaluation(0.2), evaluation(0.2), evaluation(0.2)]
+    assert list(after_evaluations(*course)) == [3]
+    assert after_evaluations(*course, evaluations_since=2) == {}
+
+
+def test_a_watch_goes_on_with_evaluations_that_were_logged() -> None:
+    logged: dict[str, dict[int, float]] = {}
+    state = LearningWatch(LearningSettings(steps=100))
+    for step, mean in enumerate((0.6, 0.6, 0.2, 0.2)):
+        rows = [HEALTHY, evaluation(mean)] if step else [evaluation(mean)]
+        state = (state.observe(step, HEALTHY)[0] if step else state).evaluated(step, evaluation(mean))[0]
+        for row in rows:
+            for name, value in row.items():
+                logged.setdefault(name, {})[step] = value
+    assert [found.name for found in state.findings()] == ["evaluation_falls"]
+    assert LearningWatch(state.run).after(logged) == state
+    # A page that looks on may see a step before its evaluation.
+    steps_only = {name: values for name, values in logged.items() if not name.startswith("eval/")}
+    assert LearningWatch(state.run).after(steps_only).after(logged, 3).findings() == state.findings()

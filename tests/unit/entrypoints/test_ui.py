@@ -18,6 +18,7 @@ from rollgrad.adapters.servers.ui import create_ui_app, needs_token
 from rollgrad.adapters.tracking.metrics_file import LoggedMetrics
 from rollgrad.adapters.tracking.trajectory_files import trajectory_files
 from rollgrad.domain.control.findings import LearningWatch
+from rollgrad.domain.control.held_out import EVALUATION_RULES
 from rollgrad.domain.control.signs import RULES
 from rollgrad.domain.errors import DataError
 from rollgrad.entrypoints.cli.main import main
@@ -425,4 +426,4 @@ def test_an_ssh_session_gets_the_way_to_the_page(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_finding_has_a_metric_that_shows_it() -> None:
-    assert set(EVIDENCE) == set(RULES)
+    assert set(EVIDENCE) == {*RULES, *EVALUATION_RULES}
