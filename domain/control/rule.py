@@ -15,7 +15,9 @@ class LearningSettings:
     `steps`: rollouts of the whole run. `judged_by_outcome`: whether advantages come from the rewards of whole replies,
     rather than from a teacher or from single turns. `compared_in_groups`: whether a reply's advantage compares it with
     others to the same prompt. `pass_threshold`: score from which a reply passes. `max_new_tokens`: length at which a
-    reply is truncated. `evaluations_since`: step from which on evaluations have the settings that they have now.
+    reply is truncated. `held_by_kl`: whether a KL term holds the policy near its reference, which knows no more than
+    it, and `kl_in_reward`, whether that term is part of the reward. `evaluations_since`: step from which on evaluations
+    have the settings that they have now.
     """
 
     steps: int
@@ -23,6 +25,8 @@ class LearningSettings:
     compared_in_groups: bool = True
     pass_threshold: float = 1.0
     max_new_tokens: int = 1024
+    held_by_kl: bool = False
+    kl_in_reward: bool = False
     evaluations_since: int = 0
 
     @property

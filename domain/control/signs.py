@@ -2,6 +2,8 @@
 of it. Pure. Does not own: how long a sign has to last (`findings`).
 """
 
+import math
+
 from rollgrad.domain.algorithms.equality import reaches
 from rollgrad.domain.control.machine_signs import MACHINE_RULES
 from rollgrad.domain.control.rule import LearningSettings, Metrics, Rule, in_rollouts, in_steps
@@ -41,6 +43,11 @@ CLIPPED_SHARE = 0.3
 FAR_FROM_REFERENCE = 1.0
 """KL to the reference in nats per token from which on a policy has left it: a sentence of 20 tokens is then e^20 times
 less likely under the reference. Usual are 0 to 0.2."""
+
+KL_OUTWEIGHS, REWARD_ROSE = 3.0, 0.1
+"""Size of the KL term at a token, times that of the reward, from which on it leaves nothing of it; and rise of the mean
+reward over that of the first rollouts, as a share of the distance between the least and the greatest, from which on the
+policy has learned: near the best that the KL term allows, it outweighs what is left of the reward."""
 
 NO_GRADIENT = 1e-8
 """Norm of a gradient up to which Adam's steps come to nothing: its usual epsilon, which no element exceeds then."""
@@ -145,6 +152,43 @@ def _describe_reference_left(metrics: Metrics, run: LearningSettings, rollouts: 
         f"{metrics['policy/ref_kl']:.2g}): little is left of what the model could do before."
     )
     return evidence, "--actor.adam.lr, --algo.kl.init_coef, and replies in samples.jsonl"
+
+
+def _kl_against_reward(metrics: Metrics, run: LearningSettings) -> tuple[float, float] | None:
+    """Returns the sizes of the KL term and of the reward in an advantage; None where one of them is not known.
+
+    The mean KL is half the mean square of a token's log-ratio (Schulman's k2, to second order). In the loss that, times
+    its weight, stands beside the advantage, which is taken of groups with spread; in the reward those of all tokens to
+    the end of the reply add up at random, beside a reward that estimators may have scaled to 1.
+    """
+    kl, spread = metrics.get("policy/ref_kl"), 1 - metrics.get("rollout/zero_spread_share", 0.0)
+    if kl is None or "policy/kl_coef" not in metrics or spread <= 0:
+        return None
+    of_kl = metrics["policy/kl_coef"] * math.sqrt(2 * max(0.0, kl))
+    if not run.kl_in_reward:
+        return of_kl, metrics.get("advantage/abs_mean", math.inf) / spread
+    of_reward = (metrics.get("reward/max", math.inf) - metrics.get("reward/min", 0.0)) / 2
+    return of_kl * math.sqrt(metrics.get("rollout/response_length_mean", 1.0)), max(1.0, of_reward)
+
+
+def _kl_outweighs(metrics: Metrics, run: LearningSettings) -> bool | None:
+    first, sizes = metrics.get("first/reward/mean"), _kl_against_reward(metrics, run)
+    if not (run.judged_by_outcome and run.held_by_kl) or first is None or sizes is None:
+        return None
+    distance = metrics["reward/max"] - metrics["reward/min"]
+    rose = metrics["reward/mean"] > first + REWARD_ROSE * distance
+    return (sizes[0] >= KL_OUTWEIGHS * sizes[1] > 0 and distance > 0 and not rose) or None
+
+
+def _describe_kl_outweighs(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+    sizes = _kl_against_reward(metrics, run)
+    assert sizes is not None
+    evidence = (
+        f"The KL term, whose weight is {metrics['policy/kl_coef']:.3g}, outweighed the reward (about {sizes[0]:.2g} "
+        f"against {sizes[1]:.2g} in an advantage) in {in_rollouts(rollouts)}, whose mean reward was no better than "
+        f"that of the first (now {metrics['reward/mean']:.3g}, then {metrics['first/reward/mean']:.3g})."
+    )
+    return evidence, "--algo.kl.init_coef, which is too high, and --algo.kl.target"
 
 
 def _collapsed(metrics: Metrics, run: LearningSettings) -> bool | None:
@@ -332,6 +376,7 @@ RULES = {
     "reference_kept": Rule(sign=_reference_kept, describe=_describe_reference_kept),
     "chosen_fell": Rule(sign=_chosen_fell, describe=_describe_chosen_fell),
     "reference_left": Rule(sign=_reference_left, describe=_describe_reference_left),
+    "kl_outweighs": Rule(sign=_kl_outweighs, describe=_describe_kl_outweighs),
     "entropy_collapsed": Rule(sign=_collapsed, describe=_describe_collapsed),
     "reward_follows_length": Rule(sign=_follows_length, describe=_describe_follows_length),
     "mismatch_grows": Rule(sign=_mismatch, describe=_describe_mismatch),

@@ -39,6 +39,7 @@ EVIDENCE: Mapping[str, tuple[str, str | None]] = {
     "reference_kept": ("train/chosen_reward", None),
     "chosen_fell": ("train/chosen_fell_share", None),
     "reference_left": ("policy/ref_kl", None),
+    "kl_outweighs": ("policy/kl_coef", None),
     "entropy_collapsed": ("rollout/entropy", None),
     "reward_follows_length": ("rollout/reward_length_correlation", None),
     "mismatch_grows": ("policy/mismatch_kl", None),

@@ -267,7 +267,7 @@ def critic_kind(config: RLConfig) -> str:
 def make_learning_watch(config: RLConfig, rollouts: int) -> LearningWatch:
     """Returns a watch for reasons why the run cannot learn."""
     estimator = config.algo.advantage.estimator
-    needs = estimator_traits(estimator).needs
+    needs, kl = estimator_traits(estimator).needs, config.algo.kl
     return LearningWatch(
         LearningSettings(
             steps=rollouts,
@@ -275,6 +275,8 @@ def make_learning_watch(config: RLConfig, rollouts: int) -> LearningWatch:
             compared_in_groups="group" in needs or "greedy_baseline" in needs,
             pass_threshold=config.reward.pass_threshold,
             max_new_tokens=config.rollout.max_new_tokens,
+            held_by_kl=kl.init_coef > 0 and kl.against is KLAgainst.REFERENCE and kl.teacher_template is None,
+            kl_in_reward=not kl.use_loss,
         )
     )
 

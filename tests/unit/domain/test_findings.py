@@ -41,6 +41,7 @@ SIGNS: dict[str, dict[str, float]] = {
     "truncated": {"rollout/truncated_share": 1.0},
     "no_gradient": {"policy/grad_norm": 0.0},
     "reference_left": {"policy/ref_kl": 1.5},
+    "kl_outweighs": {"policy/ref_kl": 0.125, "policy/kl_coef": 8.0},
     "entropy_collapsed": {"rollout/entropy": COLLAPSED_ENTROPY / 2},
     "no_step": {"train/grad_norm": 0.0},
     "reference_kept": {
@@ -69,6 +70,7 @@ LOOK_AT = {
     "truncated": "--rollout.max_new_tokens, which is 24",
     "no_gradient": "--algo.advantage.estimator",
     "reference_left": "--algo.kl.init_coef",
+    "kl_outweighs": "--algo.kl.init_coef",
     "entropy_collapsed": "--rollout.temperature",
     "no_step": "rollgrad data show",
     "reference_kept": "--actor.adam.lr",
@@ -88,7 +90,7 @@ LOOK_AT = {
 
 def watch(*steps: dict[str, float], **settings: Any) -> tuple[LearningWatch, dict[int, list[Finding]]]:
     """A watch after these steps, and what it told at which."""
-    state = LearningWatch(LearningSettings(**{"steps": 100, "max_new_tokens": 24, **settings}))
+    state = LearningWatch(LearningSettings(**{"steps": 100, "max_new_tokens": 24, "held_by_kl": True, **settings}))
     told: dict[int, list[Finding]] = {}
     for step, metrics in enumerate(steps, start=1):
         state, found = state.observe(step, HEALTHY | metrics)
@@ -112,6 +114,9 @@ LIMITS: list[tuple[str, dict[str, float], dict[str, float]]] = [
     ("truncated", {"rollout/truncated_share": 0.99}, {"rollout/truncated_share": 0.989}),
     ("no_gradient", {"policy/grad_norm": 1e-8}, {"policy/grad_norm": 1.01e-8}),
     ("reference_left", {"policy/ref_kl": 1.0}, {"policy/ref_kl": 0.99}),
+    ("kl_outweighs", {"policy/ref_kl": 0.125, "policy/kl_coef": 6.0}, {"policy/kl_coef": 5.99}),
+    ("kl_outweighs", {"policy/ref_kl": 0.125, "policy/kl_coef": 6.0}, {"rollout/zero_spread_share": 0.6}),
+    ("kl_outweighs", {"policy/ref_kl": 0.125, "policy/kl_coef": 6.0, "reward/mean": 0.5}, {"reward/mean": 0.501}),
     ("entropy_collapsed", {"rollout/entropy": 0.00999}, {"rollout/entropy": 0.01}),
     ("reward_follows_length", LONGER, {"rollout/reward_length_correlation": 0.799}),
     ("reward_follows_length", LONGER, {"rollout/response_length_mean": 24.99}),
@@ -224,11 +229,23 @@ def test_solved_prompts_are_told_apart_from_a_reward_that_says_nothing() -> None
         ("no_spread", {"judged_by_outcome": False}),
         ("constant_reward", {"judged_by_outcome": False}),  # a teacher, or single turns
         ("reference_left", {"judged_by_outcome": False}),
+        ("kl_outweighs", {"judged_by_outcome": False}),
+        ("kl_outweighs", {"held_by_kl": False}),  # from a reference that knows more, it is what is learned
     ],
 )
 def test_what_is_harmless_to_an_estimator_is_not_told(name: str, settings: dict[str, bool]) -> None:
     harmless = SIGNS[name] | {"advantage/abs_mean": 0.3, "policy/grad_norm": 0.1}
     assert watch(*[harmless] * 10, **settings)[1] == {}
+
+
+def test_kl_in_the_reward_adds_up_over_a_reply_beside_rewards_as_large_as_they_are() -> None:
+    weighed = {"policy/ref_kl": 0.125, "policy/kl_coef": 1.4}  # 0.7 a token, 3.1 in 20 tokens
+    assert watch(*[{}] * WINDOW, *[weighed] * 10)[1] == {}
+    _, told = watch(*[{}] * WINDOW, *[weighed] * 10, kl_in_reward=True)
+    (finding,) = told[2 * WINDOW]
+    assert (finding.name, "about 3.1 against 1 " in finding.evidence) == ("kl_outweighs", True)
+    large = weighed | {"reward/max": 10.0}
+    assert watch(*[{}] * WINDOW, *[large] * 10, kl_in_reward=True)[1] == {}
 
 
 def test_kl_in_the_reward_gives_groups_without_spread_a_gradient() -> None:

@@ -26,6 +26,7 @@ SICK: dict[str, Course] = {
     "truncated": {"rollout/truncated_share": lambda done: min(1.0, 0.6 + done), "reward/mean": between(0.4, 0.1)},
     "no_gradient": {"policy/grad_norm": always(0)},
     "reference_left": {"policy/ref_kl": between(0, 4)},
+    "kl_outweighs": {"policy/ref_kl": between(0.02, 0.1), "policy/kl_coef": always(10.0)},
     "entropy_collapsed": {
         "rollout/entropy": lambda done: 1.2 * (1 - done) ** 6,
         "rollout/duplicate_share": lambda done: done**9,
@@ -93,6 +94,13 @@ HEALTHY_RUNS: dict[str, Course] = {
     },
     "uses its machine well": {"memory/host_share": always(0.9), "time/trainer_idle_share": between(0.3, 0.7)},
     "leaves its reference a little": {"policy/ref_kl": between(0, 0.5)},
+    "is held near its reference": {"policy/ref_kl": between(0, 0.5), "policy/kl_coef": always(0.2)},
+    "has learned as much as its KL allows": {
+        "reward/mean": lambda done: min(0.8, 0.3 + 3 * done),
+        "policy/ref_kl": lambda done: min(0.5, 2 * done),
+        "policy/kl_coef": always(1.0),
+        "advantage/abs_mean": lambda done: 0.6 * (1 - done),
+    },
     "sharpens": {"rollout/entropy": between(0.8, 0.03), "rollout/duplicate_share": between(0.2, 0.7)},
 }
 
