@@ -79,3 +79,31 @@ def test_a_run_that_learns_says_nothing(run: Run) -> None:
         *ENDING,
     )
     assert [line for line in lines if "warning" in line] == []
+
+
+LEARNS = ("--algo.advantage.estimator", "group_norm", "--rollout.n_samples_per_prompt", "8", "--actor.adam.lr", "0.003")
+LEARNS = (*LEARNS, "--rollout.max_new_tokens", "6", "--actor.dtype", "float32", "--train.seed", "1")
+VOWELS = "set('aeiou') & set(query[len(prompt):])"
+
+
+@pytest.mark.parametrize(("weight", "outweighs"), [("50", True), ("0.1", False)])
+def test_a_kl_term_is_said_that_leaves_nothing_of_the_reward(weight: str, outweighs: bool, run: Run) -> None:
+    kl = ("--algo.kl.init_coef", weight, "--algo.kl.use_loss", "--algo.kl.estimator", "k3")
+    reward = f"[float(bool({VOWELS})) for query, prompt in zip(queries, prompts)]"
+    lines, _ = run(reward, *LEARNS, *kl, "--train.max_steps", "8")
+    said = [line for line in lines if "finding=kl_outweighs" in line]
+    assert len(said) == outweighs
+    assert all("whose weight is 50, outweighed the reward" in line for line in said)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_evaluations_are_said_that_fall_while_the_reward_of_training_rises(wanted: bool, run: Run) -> None:
+    """What training rewards is what the evaluation does not want, or it is."""
+    rows = [{"input": f"Tell {n}.", "label": str(n)} for n in range(32)]
+    Path("held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    held = ("--eval.dataset", "held_out.jsonl", "--eval.steps", "4", "--eval.temperature", "1")
+    reward = f"[float(bool({VOWELS}) == ({wanted} or 'What' in prompt)) for query, prompt in zip(queries, prompts)]"
+    lines, _ = run(reward, *LEARNS, *held, "--train.max_steps", "20")
+    said = [line for line in lines if "finding=evaluation_falls" in line]
+    assert len(said) == (not wanted)
+    assert all("while the reward of training rose" in line for line in said)
