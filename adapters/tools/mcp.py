@@ -49,8 +49,12 @@ SESSION_HEADER = "mcp-session-id"
 """Header of requests within a session, which the protocols before 2026 have; one that the server does not know is
 answered with 404."""
 
-SDK_LOGGER = "mcp.client"
-"""Logger of the SDK's clients."""
+ANSWER_BYTES = 16 * 2**20
+"""Largest answer over HTTP, and largest event of a stream: a dozen large images, and no more than one call may take."""
+MOST_TOOLS = 1024
+"""Most tools of a server: a model is shown all of them in each prompt."""
+SDK_LOGGERS = ("mcp.client", "mcp.shared")
+"""Loggers of what the SDK's clients do."""
 
 _log = structlog.get_logger()
 _server: ContextVar[str] = ContextVar("mcp_server", default="?")
@@ -104,6 +108,7 @@ class McpTool(Tool):
         from mcp.types import CONNECTION_CLOSED
 
         client = await self.connection.client()
+        _server.set(self.connection.server)  # the SDK sends a call in the context of its caller
         try:
             async with asyncio.timeout(self.timeout) as deadline:
                 result = await client.call_tool(self.name, dict(arguments))
@@ -142,7 +147,8 @@ class McpTools:
     def __init__(self, server: str, start_timeout: float) -> None:
         self.tools: Sequence[McpTool] = ()
         """The server's tools as they were when the connection opened, in its order."""
-        self._server = server
+        self.server = server
+        """Its command or URL."""
         self._start_timeout = start_timeout
         self._client: Client | None = None
         self._opening = asyncio.Lock()
@@ -158,7 +164,7 @@ class McpTools:
         """
         async with self._opening:
             if self._closing.is_set():
-                raise ConnectionError(f"The connection to the MCP server {self._server!r} is closed.")
+                raise ConnectionError(f"The connection to the MCP server {self.server!r} is closed.")
             if self._client is None:
                 await self._end()
                 try:
@@ -176,7 +182,7 @@ class McpTools:
         """Records that the server of this client has ended."""
         if client is self._client:
             self._client = None
-            _log.warning("mcp_server_ended", server=self._server)
+            _log.warning("mcp_server_ended", server=self.server)
 
     async def check(self, client: "Client") -> None:
         """Gives up a server that has ended, or that answers nothing because a call of it hangs: the next call starts or
@@ -201,13 +207,13 @@ class McpTools:
                 await asyncio.wait({opened, self._task}, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             await self._end()
-            raise _refusal(self._server, f"it gave no answer within {self._start_timeout:g} s") from None
+            raise _refusal(self.server, f"it gave no answer within {self._start_timeout:g} s") from None
         except asyncio.CancelledError:
             await self._end()
             raise
         if not opened.done():
             error = self._task.exception()
-            raise _refusal(self._server, _reason(error)) from error
+            raise _refusal(self.server, _reason(error)) from error
 
     async def close(self) -> None:
         """Ends the connection, and the server if it is a process; idempotent."""
@@ -232,19 +238,22 @@ class McpTools:
         await asyncio.wait({task}, timeout=CLOSE_SECONDS)
         error = task.exception() if task.done() and not task.cancelled() else None
         if error is not None:
-            _log.warning("mcp_close_failed", server=self._server, error=_reason(error))
+            _log.warning("mcp_close_failed", server=self.server, error=_reason(error))
 
     async def _hold(self, opened: "asyncio.Future[None]") -> None:
         """Opens, holds and closes the connection in one task, to which its cancel scopes belong."""
-        _server.set(self._server)  # the SDK's tasks begin here, and have it, too
-        sdk = logging.getLogger(SDK_LOGGER)
-        sdk.addHandler(_sdk_log)
-        sdk.propagate = False
-        async with _client(self._server, self._notice) as client:
+        _server.set(self.server)  # the SDK's tasks begin here, and have it, too
+        for name in SDK_LOGGERS:
+            sdk = logging.getLogger(name)
+            sdk.addHandler(_sdk_log)
+            sdk.propagate = False
+        async with _client(self.server, self._notice) as client:
             found, cursor = [], None
             while True:
                 page = await client.list_tools(cursor=cursor)
                 found += page.tools
+                if len(found) > MOST_TOOLS:
+                    raise ValueError(f"it offers more than {MOST_TOOLS:,} tools")
                 cursor = page.next_cursor
                 if cursor is None:
                     break
@@ -263,7 +272,11 @@ class McpTools:
             await self._closing.wait()
 
     async def _notice(self, response: "httpx2.Response") -> None:
-        """Ends the connection to a server that does not know its session, as one that was started again does not."""
+        """Bounds an answer; ends the connection to a server that does not know its session, as one that was started
+        again does not."""
+        from rollgrad.adapters.tools.bounded_answer import bound
+
+        bound(response, ANSWER_BYTES)
         asked = response.request
         forgotten = response.status_code == 404 and asked.method == "POST" and SESSION_HEADER in asked.headers
         if forgotten and self._client is not None:
@@ -324,17 +337,20 @@ async def _client(server: str, notice: Callable[["httpx2.Response"], Awaitable[N
     from mcp.client.stdio import stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
+    from rollgrad.adapters.tools.bounded_answer import UNCOMPRESSED
+
     async with AsyncExitStack() as stack:
         if server.startswith(URLS):
             token = os.environ.get(TOKEN_VARIABLE)
             http = httpx2.AsyncClient(
                 verify=trusted_certificates(),
-                headers={"Authorization": f"Bearer {token}"} if token else None,
+                headers={**UNCOMPRESSED, **({"Authorization": f"Bearer {token}"} if token else {})},
                 timeout=httpx2.Timeout(CALL_SECONDS, read=None),  # a stream of events may pause for long
                 event_hooks={"response": [notice]},
             )
             await stack.enter_async_context(http)
-            yield await stack.enter_async_context(Client(streamable_http_client(server, http_client=http)))
+            transport = streamable_http_client(server, http_client=http, max_sse_event_size=ANSWER_BYTES)
+            yield await stack.enter_async_context(Client(transport))
         else:
             command, *arguments = shlex.split(server) or [""]
             # A byte that is no UTF-8 would otherwise end the SDK's reader, and with it all calls.

@@ -1,5 +1,6 @@
 """The tools that `agent.tools` names."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from rollgrad.adapters.system.python_file import load_python
@@ -94,8 +95,8 @@ class ToolBox:
             await self._connections.pop().close()
 
     def _check(self, tools: Sequence[Tool]) -> None:
-        names = [tool.name for tool in tools]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        counts = Counter(tool.name for tool in tools)
+        twice = next((name for name, count in counts.items() if count > 1), None)
         if twice is not None:
             raise ConfigurationError(f"{self._flag} offers two tools called {twice!r}: rename one of them.")
 

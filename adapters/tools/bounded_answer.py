@@ -1,0 +1,41 @@
+"""Answers over HTTP that take no more memory than they may. Imports httpx2.
+
+Does not own: events of a stream, each of which its reader bounds.
+"""
+
+from collections.abc import AsyncIterator
+from typing import cast
+
+import httpx2
+
+UNCOMPRESSED = {"Accept-Encoding": "identity"}
+"""Headers of a request whose answer is to be bounded: a compressed one may grow a thousandfold."""
+
+
+def bound(response: httpx2.Response, most: int) -> None:
+    """Has the reading of an answer raise `httpx2.StreamError` after `most` bytes, unless it is a stream of events, and
+    at once if it is compressed. For the hooks of a client, which see an answer before its body is read."""
+    stream = cast(httpx2.AsyncByteStream, response.stream)
+    encoding = response.headers.pop("content-encoding", "identity")
+    if encoding != "identity":
+        response.stream = _Bounded(stream, 0, f"it is compressed ({encoding}), which was not asked for")
+    elif not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
+        response.stream = _Bounded(stream, most, f"it has more than {most:,} bytes")
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    """A stream that raises, saying why, where it has more than `most` bytes."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, most: int, why: str) -> None:
+        self._stream, self._most, self._why = stream, most, why
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        read = 0
+        async for part in self._stream:
+            read += len(part)
+            if read > self._most:
+                raise httpx2.StreamError(f"The answer cannot be used: {self._why}.")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
