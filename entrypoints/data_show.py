@@ -18,6 +18,7 @@ from rollgrad.entrypoints.composition.offline.preparation import (
     make_examples,
     note_repeated,
 )
+from rollgrad.entrypoints.terminal_text import without_commands
 
 TRAINED, CONTEXT = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"
@@ -99,7 +100,7 @@ def coloured(tokenizer: Any, token_ids: list[int], weights: list[float], console
         while stop < len(token_ids) and (weights[stop] > 0) == trained:
             stop += 1
         # Runs, not single tokens, are decoded: a character may take several tokens.
-        written = tokenizer.decode(token_ids[start:stop], clean_up_tokenization_spaces=False).replace("\x1b", "␛")
+        written = without_commands(tokenizer.decode(token_ids[start:stop], clean_up_tokenization_spaces=False))
         if trained and not console.is_terminal:
             written = f"{OPEN}{written}{CLOSE}"
         text.append(written, style=TRAINED if trained else CONTEXT)

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from rollgrad.domain.errors import RollgradError, problem_lines, raise_together
 from rollgrad.entrypoints.config_io import changed_settings
+from rollgrad.entrypoints.terminal_text import without_commands
 
 Made = TypeVar("Made")
 
@@ -42,8 +43,8 @@ class Findings:
         return None
 
     def say(self, text: str) -> None:
-        """Prints a sentence, or any other text as it is."""
-        self.console.print(Text(text))
+        """Prints a sentence, or any other text as it is but for commands to the terminal."""
+        self.console.print(Text(without_commands(text)))
 
     @contextmanager
     def told(self, run: attrs.AttrsInstance, defaults: Mapping[str, Any] | None = None) -> Iterator[None]:

@@ -13,6 +13,7 @@ from attrs import define
 from rollgrad.application.episodes.chat_request import RefusedError
 from rollgrad.domain.errors import ConfigurationError, DataError, EngineError
 from rollgrad.entrypoints.composition.serving.arguments import AssistantArguments
+from rollgrad.entrypoints.terminal_text import without_commands
 
 if TYPE_CHECKING:
     import asyncio
@@ -27,8 +28,6 @@ HELP = (
 )
 SHOW = "/image"
 """First word of a line that names an image, in a message or before it."""
-COMMANDS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Control characters, by which a text could clear a terminal, rename it, or write to the clipboard."""
 
 
 @define(kw_only=True)
@@ -171,7 +170,7 @@ class _ChatSession:
                 raise
             if said and not isinstance(error, EngineError):  # they would be refused again, with each message to come
                 self._images = []
-            sys.stderr.write(f"{error}\n")
+            sys.stderr.write(f"{without_commands(str(error))}\n")
             return
         answer = turn.result.info.get("answer", turn.action.message["content"])
         if self._json:
@@ -256,4 +255,4 @@ def _image_file(value: object) -> str:
 
 def _write(stream: TextIO, text: str) -> None:
     """Writes words of a model or a tool, in which no terminal finds commands."""
-    stream.write(text.translate(COMMANDS) if stream.isatty() else text)
+    stream.write(without_commands(text) if stream.isatty() else text)

@@ -48,6 +48,7 @@ from rollgrad.entrypoints.cli.translated import problems, show_translation
 from rollgrad.entrypoints.cli.ui import UIArguments, serve_runs
 from rollgrad.entrypoints.names.suggestions import unknown_command
 from rollgrad.entrypoints.redaction import OutputClosedError, redacted_output
+from rollgrad.entrypoints.terminal_text import without_commands
 from rollgrad.entrypoints.translation.draft import TranslatedCommand, TranslatedRun
 
 LESS_MEMORY = (
@@ -89,7 +90,7 @@ def _status(words: list[str]) -> int:
         lines = known or [f"There is too little memory ({first_line(error)})."]
         if hungry:
             lines[-1] += LESS_MEMORY
-        sys.stderr.writelines(f"error: {line}\n" for line in lines)
+        sys.stderr.writelines(f"error: {without_commands(line)}\n" for line in lines)
         return EXIT_ERROR
 
 

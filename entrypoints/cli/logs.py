@@ -5,6 +5,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from rollgrad.entrypoints.terminal_text import without_commands
+
 
 def configure_logging() -> None:
     """Sends structlog's events to stderr: coloured on a terminal, else one key=value line each."""
@@ -21,12 +23,18 @@ def configure_logging() -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,
+            _harmless,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         # looked up anew: while a progress bar is shown, it stands for stderr, and prints lines above itself
         logger_factory=lambda *_: _Lines(),
     )
+
+
+def _harmless(logger: Any, level: str, event: Any) -> Any:
+    """Takes commands to the terminal out of an event, which quotes models, servers and programs."""
+    return {name: without_commands(value) if isinstance(value, str) else value for name, value in event.items()}
 
 
 class _Lines:

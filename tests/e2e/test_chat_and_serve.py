@@ -376,7 +376,7 @@ def test_a_terminal_takes_no_commands_from_a_model(
         talk = _ChatSession(loaded, [], as_json=False)
         talk.take(runner, "hi", interruptible=False)
     monkeypatch.undo()
-    expected = said.replace("\x1b", "\ufffd").replace("\x07", "\ufffd") if terminal else said
+    expected = said.replace("\x1b", "␛").replace("\x07", "␇") if terminal else said
     assert shown.getvalue() == f"{expected}\n"
 
 

@@ -38,6 +38,24 @@ def test_a_program_that_configures_no_log_has_it_on_stderr_without_values_of_var
     assert run.stdout == ""
 
 
+def test_a_terminal_takes_no_commands_from_what_the_log_quotes() -> None:
+    """A log is also read from a file, by a terminal."""
+    program = """
+import structlog
+from rollgrad.entrypoints.cli.logs import configure_logging
+
+configure_logging()
+try:
+    raise ValueError("as \\x1b[2J the server said")
+except ValueError:
+    structlog.get_logger().exception("failed", tool="\\x9b31m", error="\\x1b]0;owned\\x07")
+"""
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
+    assert not set(shown) & {"\x1b", "\x9b", "\x07"}
+    assert "␛]0;owned␇" in shown
+    assert "ValueError: as ␛[2J the server said" in shown
+
+
 @pytest.mark.parametrize("kind", ["full disk", "no reader", "closed", "closed by a program"])
 def test_a_line_that_cannot_be_written_ends_nothing(kind: str) -> None:
     """A run logs what goes wrong, and while it saves what it has."""
