@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import structlog
 from attrs import evolve, field, frozen
 
+from rollgrad.application.rare_warning import RareWarning
 from rollgrad.application.rollouts.progress import Progress
 from rollgrad.application.rollouts.slots import EpisodeSlots
 from rollgrad.domain.algorithms.filtering import BY_FUNCTION, GroupFilter
@@ -37,6 +38,13 @@ far less than a broken reward or environment does."""
 SILENT_SECONDS = 600.0
 """Seconds without a finished group after which a rollout says what it waits for, and again after as many: an agent or
 an environment that hangs would hold it up without a word."""
+
+BOUND = "--rollout.max_episode_seconds"
+"""Setting that ends episodes."""
+
+LONG_SECONDS = 3600.0
+"""Seconds after which an episode that still plays is told of: where other groups go on, one that hangs keeps its place
+for ever, and the run slows down without a word."""
 
 SEED_MULTIPLIER = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio, which spreads consecutive sample ids over the whole range of seeds."""
@@ -167,6 +175,7 @@ class RolloutService:
         self.admission = max_concurrent if isinstance(max_concurrent, Admission) else Admission(max_concurrent)
         """Bound on the episodes in flight."""
         self._max_failures = max_failures
+        self._long = RareWarning()
         self._seed = seed
         self.progress = progress or Progress()
         """Shows how far a rollout is."""
@@ -271,6 +280,15 @@ class RolloutService:
             groups.append(group)
         return sorted(groups, key=lambda group: group.group_id)
 
+    def _tell_long(self, request: EpisodeRequest) -> None:
+        self._long.tell(
+            "an episode is still playing",
+            seconds=LONG_SECONDS,
+            group_id=request.group_id,
+            sample_id=request.sample_id,
+            bound=BOUND,
+        )
+
     def slots(self) -> EpisodeSlots:
         """Returns the places of episodes in flight that the groups of one stream share."""
         return EpisodeSlots(self.admission)
@@ -300,9 +318,12 @@ class RolloutService:
             async with slots:
                 seeded = evolve(settings, seed=sample_seed(self._seed, sample_id))
                 started = clock()
-                result = await self._executor.run(
-                    EpisodeRequest(prompt=prompt, params=seeded, group_id=group_id, sample_id=sample_id)
-                )
+                request = EpisodeRequest(prompt=prompt, params=seeded, group_id=group_id, sample_id=sample_id)
+                overdue = asyncio.get_running_loop().call_later(LONG_SECONDS, self._tell_long, request)
+                try:
+                    result = await self._executor.run(request)
+                finally:
+                    overdue.cancel()
                 if settings is params:  # the greedy baseline is no sample
                     seconds[sample_id] = clock() - started
                 on_end()
@@ -353,7 +374,7 @@ async def not_in_silence(wait: Callable[[], Awaitable[Result]], groups: int) -> 
                 "no group of episodes has finished",
                 seconds=silent,
                 groups_in_flight=groups,
-                bound="--rollout.max_episode_seconds",
+                bound=BOUND,
             )
 
 

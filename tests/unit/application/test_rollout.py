@@ -213,6 +213,22 @@ async def test_a_rollout_that_nothing_of_finishes_says_so(monkeypatch: pytest.Mo
     assert logs[1]["seconds"] == pytest.approx(0.02)
 
 
+async def test_an_episode_that_hangs_beside_others_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "LONG_SECONDS", 0.05)
+    executor = FakeAgentExecutor(delay=lambda request: 10**9 if request.sample_id == 3 else 1)
+    with structlog.testing.capture_logs() as logs:
+        stream = RolloutService(executor, max_concurrent=9).stream(iter(prompts(4)), PARAMS, samples=2, groups=4)
+        finished = [(await anext(stream)).group_id for _ in range(3)]
+        async with asyncio.timeout(60):
+            while not logs:
+                await asyncio.sleep(0.001)
+        await stream.aclose()
+    assert sorted(finished) == [0, 2, 3]
+    (told,) = logs
+    assert told["event"] == "an episode is still playing"
+    assert (told["group_id"], told["sample_id"], told["bound"]) == (1, 3, "--rollout.max_episode_seconds")
+
+
 async def test_cancelling_cancels_every_episode() -> None:
     executor = FakeAgentExecutor(delay=lambda request: 10_000)
     service = RolloutService(executor, max_concurrent=3)
