@@ -30,7 +30,8 @@ class ServeAgentArguments(ListeningArguments, AssistantArguments):
     drain_seconds: int = 30
     """Longest wait for unfinished answers after SIGTERM."""
     follow: Path | None = None
-    """Output directory of a run: its newest checkpoint is loaded whenever there is another, and by POST /reload."""
+    """Output directory of a run: its newest checkpoint (step_N, and model of its end) is loaded whenever there is
+    another, and by POST /reload."""
 
     def check(self) -> None:
         """Refuses wrong settings, before anything is loaded.

@@ -1,6 +1,9 @@
 """A newer checkpoint while replies are sampled: none is lost, and each is of one model."""
 
 import asyncio
+import itertools
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +207,63 @@ async def test_a_run_is_followed(
     assert list(generation.token_ids) == (await replies(loaded(newest)))[0]
     assert not following.done()
     following.cancel()
+
+
+async def followed(directory: Path, model: Path, *, until: int, then: Callable[[int], None]) -> list[str]:
+    """The checkpoints that a server loads that follows a run; `then` is called with the number of those so far."""
+    loads: list[str] = []
+
+    def load(name: str) -> str:
+        loads.append(str(Path(name).relative_to(directory)))
+        return name
+
+    async def push(newer: Any, version: int) -> None:
+        """Takes what was loaded."""
+
+    following = ModelReload(FakeRolloutEngine(), push, load, model=str(model), follow=directory)
+    task = asyncio.create_task(following.keep_following())
+    async with asyncio.timeout(SECONDS):
+        for count in range(1, until + 1):
+            while following.loaded().reloads < count:
+                assert not task.done(), task.exception()
+                await asyncio.sleep(0.001)
+            then(count)
+    await asyncio.sleep(0.1)
+    task.cancel()
+    return loads
+
+
+async def test_another_run_in_the_directory_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `--ckpt.overwrite`, and its checkpoints may have the names of those before."""
+    monkeypatch.setattr(reload, "FOLLOW_SECONDS", 0.01)
+    (tmp_path / "step_5").mkdir()
+
+    def then(count: int) -> None:
+        if count == 1:
+            (tmp_path / "new").mkdir()
+            (tmp_path / "step_5").rmdir()
+            (tmp_path / "new").rename(tmp_path / "step_5")
+
+    assert await followed(tmp_path, tmp_path / "other", until=2, then=then) == ["step_5", "step_5"]
+
+
+async def test_the_model_of_a_runs_end_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last steps have no checkpoint of their own, and without `ckpt.save_steps` none has. A run that continues has
+    newer ones."""
+    monkeypatch.setattr(reload, "FOLLOW_SECONDS", 0.01)
+    clock = itertools.count(2_000_000_000)
+
+    def written(name: str) -> None:
+        (tmp_path / "new").mkdir()
+        os.utime(tmp_path / "new", (moment := next(clock), moment))
+        (tmp_path / "new").rename(tmp_path / name)
+
+    def then(count: int) -> None:
+        if count < 3:
+            written(("model", "step_20")[count - 1])
+
+    written("step_15")
+    assert await followed(tmp_path, tmp_path / "other", until=3, then=then) == ["step_15", "model", "step_20"]
 
 
 def test_what_vllm_is_brought_leaves_its_gpu_free(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

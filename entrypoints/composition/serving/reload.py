@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from attrs import frozen
 
 from rollgrad.adapters.checkpoints.names import MODEL_OF_STEP, numbered
 from rollgrad.adapters.servers.operation import Loaded
 from rollgrad.application.foreign import foreign_code
+from rollgrad.application.pipelines.run import FINAL_MODEL
 from rollgrad.domain.errors import CheckpointError, RollgradError
 from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
 
@@ -34,7 +36,8 @@ class ModelReload:
         push: gives it the weights of a loaded model.
         load: loads a checkpoint; runs in a thread.
         model: directory or hub name of the checkpoint that the engine has.
-        follow: output directory of a run whose newest checkpoint (`step_N`) is loaded; None loads `model` again.
+        follow: output directory of a run whose newest checkpoint is loaded, of its steps (`step_N`) or of its end
+            (`model`); None loads `model` again.
         broken: returns whether a transfer broke off, so that the engine refuses requests until another succeeds.
     """
 
@@ -50,7 +53,7 @@ class ModelReload:
     ) -> None:
         self._engine, self._push, self._load = engine, push, load
         self._broken = broken
-        self._model = model
+        self._model, self._kept = model, _identity(model)
         self._follow = follow
         self._version = 0
         self._failures = 0
@@ -69,12 +72,13 @@ class ModelReload:
         """
         async with self._changing:
             name = self._newest()
+            kept = _identity(name)
             try:
                 await self._replace(name)
             except RollgradError:
                 self._failures += 1
                 raise
-            self._version, self._model = self._version + 1, name
+            self._version, self._model, self._kept = self._version + 1, name, kept
             log.info("model_reloaded", model=name, version=self._version)
             return {"model": name, "version": self._version}
 
@@ -90,18 +94,45 @@ class ModelReload:
     async def keep_following(self) -> None:
         """Reloads whenever the run has a newer checkpoint, until it is cancelled. One that cannot be loaded is logged,
         and left out. A transfer that broke off is made again, and again after twice the time, until it succeeds."""
-        failed, wait = None, FOLLOW_SECONDS
+        failed: _Kept | None = None
+        wait = FOLLOW_SECONDS
         while True:
             await asyncio.sleep(wait)
-            newest = self._newest()
-            if newest not in (self._model, failed) or self._broken():
+            name = self._newest()
+            newest = _identity(name)
+            # Not by their names: another run in this directory (--ckpt.overwrite) has the same ones.
+            if newest not in (self._kept, failed, None) or self._broken():
                 try:
                     await self.reload()
                 except RollgradError as error:
                     failed = newest
-                    log.warning("model_not_reloaded", model=newest, error=str(error))
+                    log.warning("model_not_reloaded", model=name, error=str(error))
             wait = min(2 * wait, LONGEST_WAIT) if self._broken() else FOLLOW_SECONDS
 
     def _newest(self) -> str:
-        models = [] if self._follow is None else numbered(self._follow, MODEL_OF_STEP)
-        return str(models[0][1]) if models else self._model
+        if self._follow is None:
+            return self._model
+        try:
+            steps = [path for _, path in numbered(self._follow, MODEL_OF_STEP)[:1]]
+        except OSError:  # as of a network's disk for a while
+            return self._model
+        # A run that is continued has the model of its first end, which is older than its next step's.
+        there = [(kept.written, path) for path in (*steps, self._follow / FINAL_MODEL) if (kept := _identity(path))]
+        return str(max(there)[1]) if there else self._model
+
+
+@frozen
+class _Kept:
+    """A directory as the file system knows it, which changes where another one takes its name."""
+
+    number: int
+    written: int
+
+
+def _identity(directory: str | Path) -> _Kept | None:
+    """Returns what tells a directory from another of the same name; None if there is none."""
+    try:
+        found = Path(directory).stat()
+    except OSError:  # also of a name on the hub
+        return None
+    return _Kept(found.st_ino, found.st_mtime_ns)
