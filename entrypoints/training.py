@@ -20,11 +20,12 @@ from rollgrad.adapters.system.stop_signals import deaf, heeding_signals
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
 from rollgrad.application.foreign import first_line
 from rollgrad.application.pipelines.run import BEST_MODEL, FINAL_MODEL, Run
+from rollgrad.application.pipelines.schedule import RunOutcome
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.domain.control.best_model import BestModel
-from rollgrad.domain.ports.checkpoint_store import CheckpointStore
+from rollgrad.domain.ports.checkpoint_store import CheckpointStore, TrainingState
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.lifetimes import closing, shut_down
 from rollgrad.entrypoints.description import check_continues, settings_file
@@ -103,7 +104,7 @@ class TrainResult:
 
 
 def from_anywhere(config: Settings) -> Settings:
-    """Returns the settings with absolute paths of what is written: users' code may change the current directory."""
+    """Returns the settings with absolute paths of all outputs: users' code may change the current directory."""
     states, tensorboard = config.ckpt.state_dir, config.logger.tensorboard_dir
     changed: Any = copy.copy(config)
     changed.ckpt = evolve(
@@ -135,66 +136,96 @@ def train_in(
     Raises:
         RollgradError, or any error that ended the run: the training so far is saved first.
     """
-    with ExitStack() as ending:
-        return _train_in(config, container, title, check, before_run, ending)
+    saved = _saved_state(config, container)
+    with ExitStack() as until_reported:
+        try:
+            run = _begin(config, container, saved, check)
+            try:
+                outcome, stopped_by = _run_on_record(
+                    run, config, container, title, None if saved is None else saved.step, before_run, until_reported
+                )
+            except (Exception, SystemExit):  # whatever ended the run, it is reported, with its end
+                report_run(Path(config.ckpt.output_dir), title)
+                raise
+        finally:
+            shut_down(container)
+        return _finish(config, title, outcome, stopped_by, run.findings)
 
 
-def _train_in(
-    config: TrainingRun,
-    container: BaseContainer,
-    title: str,
-    check: Callable[[], None],
-    before_run: Callable[[], None],
-    ending: ExitStack,
-) -> TrainResult:
-    output_dir = Path(config.ckpt.output_dir)
+def _saved_state(config: TrainingRun, container: Any) -> TrainingState | None:
+    """Returns the training state that the run continues from, None where it begins anew.
+
+    Raises:
+        RollgradError: the run could not write its outputs, or is another one than that of the state.
+    """
     check_output(config.ckpt)  # again: another run may have been there until now
     if config.ckpt.push_to_hub is not None:
         check_upload(config.ckpt.push_to_hub)  # now, not after hours of training
-    made: Any = container
-    store: CheckpointStore = made.checkpoints()  # refuses an unwritable output before anything is loaded
+    store: CheckpointStore = container.checkpoints()  # refuses an unwritable output before anything is loaded
     if config.logger.tensorboard_dir is not None:
         make_writable(Path(config.logger.tensorboard_dir), "--logger.tensorboard_dir")
     saved = store.load_training() if continues(config.ckpt) else None
     if saved is not None:
-        check_continues(saved.description, made.description(), type(config))
-    try:
-        made.on_step()  # what a user's files hold, before anything is loaded
-        made.trackers()
-        made.own_optimizers()
-        check()
-        run: Run[Any] = made.run()
-        if saved is not None:
-            run.resume(saved.state)
-        elif config.ckpt.overwrite:  # only now, so that a run that cannot begin replaces nothing
-            remove_run(config.ckpt)
-        elif logged := last_step(output_dir):  # of one that --ckpt.resume auto starts again
-            log.warning("the run starts anew: there is no training state of the steps that it logged", steps=logged)
-        for name in LOGS:
-            keep_steps(output_dir / name, until=-1 if saved is None else saved.step)
-        keep_trajectories(output_dir, until=-1 if saved is None else saved.step)
-        if saved is not None:
-            run.watch_on(_logged(output_dir / METRICS_FILE))
-            if run.best.metric is not None:
-                _find_best(output_dir, run.best)
-        write_config(output_dir, settings_file(config))
-        continued_from = None if saved is None else saved.step
-        try:
-            states, learning = Path(config.ckpt.state_dir or output_dir), asdict(run.learning)
-            with RunRecord(output_dir, learning=learning, continued_from=continued_from, states=states) as record:
-                before_run()
-                on_save = _reporting(output_dir, title)
-                outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(on_save), container)))
-                if outcome.interrupted:
-                    ending.enter_context(deaf())
-                    record.interrupted(signal.Signals(stopped_by).name)
-                elif outcome.enough is not None:
-                    record.finished(outcome.enough)
-        except (Exception, SystemExit):  # whatever ended the run, it is reported, with its end
-            report_run(output_dir, title)
-            raise
-    finally:
-        shut_down(container)
+        check_continues(saved.description, container.description(), type(config))
+    return saved
+
+
+def _begin(config: TrainingRun, container: Any, saved: TrainingState | None, check: Callable[[], None]) -> Run[Any]:
+    """Loads the run, puts it in the state that it continues from, and makes the output directory fit that state."""
+    container.on_step()  # what a user's files hold, before anything is loaded
+    container.trackers()
+    container.own_optimizers()
+    check()
+    run: Run[Any] = container.run()
+    output_dir = Path(config.ckpt.output_dir)
+    if saved is not None:
+        run.resume(saved.state)
+    elif config.ckpt.overwrite:  # only now, so that a run that cannot begin replaces nothing
+        remove_run(config.ckpt)
+    elif logged := last_step(output_dir):  # of one that --ckpt.resume auto starts again
+        log.warning("the run starts anew: there is no training state of the steps that it logged", steps=logged)
+    last_kept = -1 if saved is None else saved.step
+    for name in LOGS:
+        keep_steps(output_dir / name, until=last_kept)
+    keep_trajectories(output_dir, until=last_kept)
+    if saved is not None:
+        run.watch_on(_logged(output_dir / METRICS_FILE))
+        if run.best.metric is not None:
+            _find_best(output_dir, run.best)
+    write_config(output_dir, settings_file(config))
+    return run
+
+
+def _run_on_record(
+    run: Run[Any],
+    config: TrainingRun,
+    container: BaseContainer,
+    title: str,
+    continued_from: int | None,
+    before_run: Callable[[], None],
+    until_reported: ExitStack,
+) -> tuple[RunOutcome, int]:
+    """Runs to the end, with a record of how it ended, and closes what belongs to its event loop. Returns the outcome
+    and the signal that interrupted the run, if one did; others then have no effect until `until_reported` closes."""
+    output_dir = Path(config.ckpt.output_dir)
+    states, learning = Path(config.ckpt.state_dir or output_dir), asdict(run.learning)
+    with RunRecord(output_dir, learning=learning, continued_from=continued_from, states=states) as record:
+        before_run()
+        on_save = _reporting(output_dir, title)
+        outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(on_save), container)))
+        if outcome.interrupted:
+            until_reported.enter_context(deaf())
+            record.interrupted(signal.Signals(stopped_by).name)
+        elif outcome.enough is not None:
+            record.finished(outcome.enough)
+    return outcome, stopped_by
+
+
+def _finish(
+    config: TrainingRun, title: str, outcome: RunOutcome, stopped_by: int, findings: tuple[str, ...]
+) -> TrainResult:
+    """Describes, reports and publishes what the run has written."""
+    output_dir = Path(config.ckpt.output_dir)
     model = output_dir / FINAL_MODEL
     _describe_model(model, config, outcome.steps, outcome.before, outcome.after)
     if outcome.best is not None:
@@ -211,12 +242,12 @@ def _train_in(
         report=report,
         interrupted=outcome.interrupted,
         stopped_by=stopped_by if outcome.interrupted else None,
-        findings=run.findings,
+        findings=findings,
     )
 
 
 def _find_best(output_dir: Path, best: BestModel) -> None:
-    """Has the model `best` of a run that continues be the one that its training state tells of."""
+    """Makes the best model on the disk the one that the training state of a continued run names."""
     if best.value is not None:
         bring_best_back(output_dir, best.step)
     elif best.left and (apart := keep_best_apart(output_dir, best.left["step"])):
@@ -227,7 +258,7 @@ def _find_best(output_dir: Path, best: BestModel) -> None:
 
 
 def _logged(path: Path) -> Mapping[str, Series]:
-    """Returns the metrics of a run that continues; none of one whose log is gone, which is no reason to fail."""
+    """Returns the metrics that a continued run has logged; none if the log is gone, which is no reason to fail."""
     try:
         return read_metrics(path)
     except OSError as error:
@@ -266,8 +297,8 @@ def upload(model: Path, repository: str) -> None:
 
 
 def _reporting(output_dir: Path, title: str) -> Callable[[], None]:
-    """Returns a function that writes the report, unless it did so less than `REPORT_SECONDS` ago, or would take more
-    than `REPORT_SHARE` of the time: a run that is killed leaves one, too."""
+    """Returns a function that writes the report, so that a run that is killed leaves one, too. It does nothing where
+    the last report is less than `REPORT_SECONDS` old, or reports would take more than `REPORT_SHARE` of the time."""
     due = time.monotonic() + REPORT_SECONDS
 
     def write() -> None:
@@ -282,11 +313,11 @@ def _reporting(output_dir: Path, title: str) -> Callable[[], None]:
 
 
 def run_interruptibly(work: Coroutine[Any, Any, Result], says: str) -> Result:
-    """Returns what `work` returns; SIGTERM and the like end it as Ctrl-C does, so that what it opened is closed. The
-    signal is logged with what it `says`.
+    """Returns what `work` returns. SIGTERM and the like end it as Ctrl-C does, so that what it opened is closed; the
+    signal is logged with the text `says`.
 
     Raises:
-        KeyboardInterrupt: one of them came.
+        KeyboardInterrupt: a signal ended it.
     """
     try:
         return run_to_end(heeding_signals(work, says))[0]
