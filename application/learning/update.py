@@ -14,8 +14,9 @@ from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import REFERENCE_KL
 from rollgrad.domain.algorithms.repetition import repeats
 from rollgrad.domain.algorithms.settings import Aggregation
+from rollgrad.domain.batches.by_sequence import counts, spread
 from rollgrad.domain.batches.metrics import Common, Count, Metric, Total, over_steps
-from rollgrad.domain.batches.packed import RolloutBatch, counts, spread
+from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.batches.partition import minibatches
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 from rollgrad.domain.ports.models import (

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from rollgrad.domain.algorithms.equality import SAME
 from rollgrad.domain.algorithms.shaping_settings import ShapingSettings
-from rollgrad.domain.batches.packed import RolloutBatch, nonzero
+from rollgrad.domain.batches.by_sequence import nonzero
+from rollgrad.domain.batches.packed import RolloutBatch
 
 STD_FLOOR = 1e-8
 """Standard deviation below which normalisation stops dividing by it."""

@@ -13,14 +13,12 @@ import torch
 from attrs import Factory, evolve, field, fields, frozen
 from torch import Tensor
 
+from rollgrad.domain.batches.by_sequence import first_appearances, rollout_ids
 from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.episodes.routed import laid_end_to_end
 from rollgrad.domain.episodes.top_logprobs import end_to_end, unsaid
 from rollgrad.domain.episodes.trajectory import Segment, SegmentKind, Trajectory
 from rollgrad.domain.errors import TrajectoryError
-
-LONG = 1024
-"""Mean length above which sequences are counted one by one on a CPU: a running sum then takes twice the time."""
 
 Batch = TypeVar("Batch", bound="PackedBatch")
 
@@ -29,34 +27,9 @@ Batch = TypeVar("Batch", bound="PackedBatch")
 class PackedBatch:
     """`S` sequences of `N` tokens in total, and the columns that all trainers have.
 
-    `tokens_N` int64, `action_mask_N` bool (tokens that are trained), `lengths_S`, `prompt_lengths_S` int64; neighbours
-    of one `group_ids_S` int64 share the forward pass of an equal prompt. `unit_ids_S` int64: sequences with one id are
-    a unit, of which an optimizer step has all or nothing: a preference pair, the branches of one rollout. By default
-    each sequence is one.
-
-    `loss_weights_N` float32: the weight of each token in the loss of the whole optimizer step, None until it is known,
-    so that a loss is always the plain sum of weight x token loss, however the step is split.
-
-    `shares_S` int64: which of `shares` equal parts of a forward pass each sequence was planned for, each of which one
-    process, or a group of them, computes; None where no division was planned.
-
-    `images_S`: the images of each sequence, whose tokens are counted from its first; `prescribed_S`: its actions that
-    were sampled under a grammar, counted likewise. Both are empty where no sequence has any.
-    `teacher_prompts_S`: the tokens that a teacher reads in the place of each sequence's prompt (`teaching.py`); empty
-    where it reads the prompt. `datasources_S`: where each sequence's prompt is from; empty where nobody asks.
-
-    `experts_NLK` small integers: the experts of a mixture that each token is sent to (`episodes/routed.py`) by a model
-    that replays them; None where its routers choose.
-
-    `sampler_ids_NK` int32 and `sampler_logprobs_NK` float32: the tokens that were likeliest under the policy that
-    sampled an action token (`episodes/top_logprobs.py`); None where nobody said.
-
-    `teacher_ids_NK` int32 and `teacher_logprobs_NK` float32 or float16: the tokens that a teacher finds most likely in
-    the place of each trained token, and their log-probs (nats), the last of which is that of all other tokens; None
-    where no teacher has predicted them.
-
     A subclass adds columns. The last part of a column's name is its shape, by which `select` knows it: N has an entry a
-    token, S one a sequence, SK a row of K, NLK K entries for each of L layers.
+    token, S one a sequence, SK a row of K for each sequence, NLK K entries of each token for each of L layers. Tensors
+    hold int64 where nothing else is said.
     """
 
     units_divisible: ClassVar[bool] = False
@@ -64,23 +37,48 @@ class PackedBatch:
     if no loss compares them."""
 
     tokens_N: Tensor
+    """Token ids."""
     action_mask_N: Tensor
+    """Bool: tokens that are trained."""
     lengths_S: Tensor
+    """Tokens of each sequence."""
     prompt_lengths_S: Tensor
+    """Tokens of each sequence's prompt."""
     group_ids_S: Tensor
+    """Group of each sequence. Neighbours of one group share the forward pass of an equal prompt."""
     unit_ids_S: Tensor = field(default=Factory(lambda batch: torch.arange(len(batch.lengths_S)), takes_self=True))
+    """Unit of each sequence; by default each sequence is one. An optimizer step has all sequences of a unit or none: a
+    preference pair, the branches of one rollout."""
     loss_weights_N: Tensor | None = None
+    """Float32: weight of each token in the loss of the whole optimizer step, so that a loss is the plain sum of weight
+    x token loss however the step is split; None until it is known."""
     shares_S: Tensor | None = None
+    """Share of a forward pass that each sequence was planned for; None where no division was planned."""
     shares: int = 1
+    """Number of equal shares of a forward pass. One process, or a group of them, computes each."""
     images_S: tuple[PlacedImages, ...] = ()
+    """Images of each sequence, whose places count from its first token; empty where no sequence has any."""
     prescribed_S: tuple[tuple[Segment, ...], ...] = ()
+    """Actions of each sequence that were sampled under a grammar; empty where no sequence has any."""
     teacher_prompts_S: tuple[tuple[int, ...], ...] = ()
+    """Tokens that a teacher reads in the place of each sequence's prompt (`teaching.py`); empty where it reads the
+    prompt."""
     datasources_S: tuple[str, ...] = ()
+    """Origin of each sequence's prompt; empty where nobody asks."""
     experts_NLK: Tensor | None = None
+    """Small integers: experts of a mixture that the model sends each token to (`episodes/routed.py`), where it replays
+    them; None where its routers choose."""
     sampler_ids_NK: Tensor | None = None
+    """Int32: the most likely tokens under the policy that sampled (`episodes/top_logprobs.py`); None where no engine
+    reported them."""
     sampler_logprobs_NK: Tensor | None = None
+    """Float32: log-probs of `sampler_ids_NK`."""
     teacher_ids_NK: Tensor | None = None
+    """Int32: the tokens that a teacher finds most likely at the place of each trained token; None where no teacher has
+    predicted."""
     teacher_logprobs_NK: Tensor | None = None
+    """Float32 or float16: log-probs (nats) of `teacher_ids_NK`; one more, the last, is that of all other tokens
+    together."""
 
     @property
     def predicted_N(self) -> Tensor:
@@ -202,52 +200,61 @@ class PackedBatch:
 
 @frozen(kw_only=True, eq=False)
 class RolloutBatch(PackedBatch):
-    """Trajectories with the columns of reinforcement learning; a unit is an episode with its branches. What each of its
+    """Trajectories with the columns of reinforcement learning. A unit is an episode with its branches. What each of its
     roles sampled is a rollout of its own, in a group (`group_ids_S`) of the same role alone.
 
-    From the rollout: `turn_ids_N` int64 (turn of each action token within its rollout, over all branches in the order
-    in which they were sampled; -1 elsewhere), `rewards_N` float32 (each turn's reward on the last token of its action
-    segment), `rollout_logprobs_N` float32 (under the sampling distribution), `versions_N` int32, `sample_ids_S` int64,
-    `scores_S` float32, `truncated_S` bool, `roles_S` (empty where no sequence has a role), `reward_parts_SK` float32
-    (named rewards in the order of `part_names`; None if rewards have no parts).
-
-    Filled in on the way (None until then): `old_logprobs_N` (policy before the update; None means "equal to the current
-    policy", so that the ratio is exactly 1), `ref_logprobs_N`, `values_N`, `advantages_N`, `returns_N`, and
-    `value_weights_N`, the critic's `loss_weights_N`. `positive_weights_N`: the same for the likelihood of replies that
-    passed; `selected_N` bool: tokens that a loss treats apart, `kept_N` bool: those that an off-policy correction
-    keeps, and `learned_N` bool: those at which the policy loss counts (None: all), all three chosen from the whole
-    step; `places_S` int64: index of each sequence's first token in the batch of the whole update; `entropies_N` float32
-    (nats): of the policy before the update, where the loss chooses tokens by them; once it is over, with `clipped_N`
-    bool, what the update found at each token; `baselines_S`: reward of the prompt's greedy rollout; `taught_S` bool:
-    sequences that a reference teaches which is told more, None for all.
+    Columns that may be None are filled in on the way, where the run needs them.
     """
 
     units_divisible = True
 
     turn_ids_N: Tensor
+    """Turn of each action token within its rollout, over all branches in the order of sampling; -1 elsewhere."""
     rewards_N: Tensor
+    """Float32: each turn's reward, on the last token of its action segment."""
     rollout_logprobs_N: Tensor
+    """Float32: log-probs under the sampling distribution."""
     versions_N: Tensor
+    """Int32: version of the policy that sampled each action token."""
     sample_ids_S: Tensor
+    """Sample of each sequence; the branches of one rollout share it."""
     scores_S: Tensor
+    """Float32: outcome of each sequence's episode, for filtering and evaluation."""
     truncated_S: Tensor
+    """Bool: whether the episode was cut off."""
     roles_S: tuple[str, ...] = ()
+    """Role that sampled each sequence; empty where no sequence has one."""
     old_logprobs_N: Tensor | None = None
+    """Log-probs of the policy before the update; None where they equal the current ones, so that the ratio is 1."""
     ref_logprobs_N: Tensor | None = None
+    """Log-probs of the reference."""
     values_N: Tensor | None = None
+    """Values that the critic predicts."""
     advantages_N: Tensor | None = None
     returns_N: Tensor | None = None
     value_weights_N: Tensor | None = None
+    """`loss_weights_N` of the critic."""
     positive_weights_N: Tensor | None = None
+    """`loss_weights_N` of the likelihood of replies that passed."""
     selected_N: Tensor | None = None
+    """Bool: tokens that a loss treats apart, chosen from the whole step."""
     kept_N: Tensor | None = None
+    """Bool: tokens that an off-policy correction keeps, chosen from the whole step."""
     learned_N: Tensor | None = None
+    """Bool: tokens at which the policy loss counts, chosen from the whole step; None for all."""
     places_S: Tensor | None = None
+    """Index of each sequence's first token in the batch of the whole update."""
     entropies_N: Tensor | None = None
+    """Float32 (nats): entropy of the policy before the update, where the loss chooses tokens by it; afterwards that
+    which the update computed."""
     clipped_N: Tensor | None = None
+    """Bool: tokens whose ratio the update clipped."""
     baselines_S: Tensor | None = None
+    """Reward of the prompt's greedy rollout."""
     taught_S: Tensor | None = None
+    """Bool: sequences that are taught by a reference which is told more than the policy; None for all."""
     reward_parts_SK: Tensor | None = None
+    """Float32: named rewards of each sequence, in the order of `part_names`; None if rewards have no parts."""
     part_names: tuple[str, ...] = ()
 
     @property
@@ -266,48 +273,6 @@ class RolloutBatch(PackedBatch):
         return self.rollout_logprobs_N if self.old_logprobs_N is None else self.old_logprobs_N
 
 
-def first_appearances(*keys_S: Tensor) -> Tensor:
-    """Returns numbers from 0, in order of first appearance, that are equal where all keys are."""
-    numbers: dict[tuple[int, ...], int] = {}
-    keys = zip(*(key_S.tolist() for key_S in keys_S), strict=True)
-    found = [numbers.setdefault(key, len(numbers)) for key in keys]
-    return torch.tensor(found, dtype=torch.int64, device=keys_S[0].device)
-
-
-def rollout_ids(group_ids_S: Tensor, sample_ids_S: Tensor) -> Tensor:
-    """Returns the rollout (0..R-1, in order of first appearance) of each sequence; a sample's branches share one."""
-    return first_appearances(group_ids_S, sample_ids_S)
-
-
-def spread(values_S: Tensor, lengths_S: Tensor, mask_N: Tensor) -> Tensor:
-    """Returns the value of each sequence at those of its tokens that the mask has, and 0 at all others."""
-    if values_S.device.type == "cpu":  # where numpy takes a third of the time
-        values_N = torch.from_numpy(values_S.numpy().repeat(lengths_S.numpy()))
-    else:
-        values_N = torch.repeat_interleave(values_S, lengths_S, output_size=len(mask_N))
-    return values_N.masked_fill_(~mask_N, 0)
-
-
-def counts(mask_N: Tensor, lengths_S: Tensor) -> Tensor:
-    """Returns how many tokens of each sequence the mask has, int64."""
-    if mask_N.device.type == "cpu" and len(mask_N) > LONG * len(lengths_S) > 0:
-        return torch.stack([part.count_nonzero() for part in torch.split(mask_N, lengths_S.tolist())])
-    before_N = torch.zeros(len(mask_N) + 1, dtype=torch.int64, device=mask_N.device)
-    torch.cumsum(mask_N, 0, out=before_N[1:])
-    return before_N[lengths_S.cumsum(0)].diff(prepend=before_N[:1])
-
-
-def nonzero(values_N: Tensor, lengths_S: Tensor, mask_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the indices of the tokens of the mask whose value is not 0, such as the ends of turns that were rewarded,
-    and the sequence of each. It costs little where these are few."""
-    if values_N.device.type == "cpu":  # where numpy takes a quarter of the time
-        index = torch.from_numpy((values_N.numpy() != 0).nonzero()[0])
-    else:
-        index = values_N.nonzero()[:, 0]
-    index = index[mask_N[index]]
-    return index, torch.searchsorted(lengths_S.cumsum(0), index, right=True)
-
-
 def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
     """Lays trajectories end to end.
 
@@ -318,24 +283,7 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
     if not trajectories:
         raise ValueError("Nothing to pack: a batch holds at least one trajectory.")
     lengths_S = torch.tensor([len(t) for t in trajectories], dtype=torch.int64)
-    total = int(lengths_S.sum())
-    action_mask_N = torch.zeros(total, dtype=torch.bool)
-    turn_ids_N = torch.full((total,), -1, dtype=torch.int64)
-    rewards_N = torch.zeros(total)
-    # Slices of numpy's cost a tenth of torch's, and there is one for each turn.
-    actions, numbers, rewards = action_mask_N.numpy(), turn_ids_N.numpy(), rewards_N.numpy()
-    start = 0
-    turns: dict[tuple[int, int], int] = {}  # number of turns of each rollout so far
-    for trajectory in trajectories:
-        rollout = trajectory.group_id, trajectory.sample_id
-        for segment in (segment for segment in trajectory.segments if segment.kind is SegmentKind.ACTION):
-            following = turns.get(rollout, 0)
-            turn = following if segment.turn is None else segment.turn
-            turns[rollout] = max(following, turn + 1)
-            actions[start + segment.start : start + segment.stop] = True
-            numbers[start + segment.start : start + segment.stop] = turn
-            rewards[start + segment.stop - 1] = segment.reward
-        start += len(trajectory)
+    action_mask_N, turn_ids_N, rewards_N = _action_columns(trajectories)
     part_names = _part_names(trajectories)
     sampler_ids_NK, sampler_logprobs_NK = _top_logprobs(trajectories, action_mask_N)
     group_ids_S = torch.tensor(_groups(trajectories))
@@ -365,6 +313,31 @@ def pack(trajectories: Sequence[Trajectory]) -> RolloutBatch:
         if part_names
         else None,
     )
+
+
+def _action_columns(trajectories: Sequence[Trajectory]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns where the action tokens are, the turn of each, and the reward of each turn at its last token."""
+    total = sum(map(len, trajectories))
+    action_mask_N = torch.zeros(total, dtype=torch.bool)
+    turn_ids_N = torch.full((total,), -1, dtype=torch.int64)
+    rewards_N = torch.zeros(total)
+    # There is a slice for each turn, and one of a numpy array takes a tenth of the time of one of a tensor.
+    actions, numbers, rewards = action_mask_N.numpy(), turn_ids_N.numpy(), rewards_N.numpy()
+    turns: dict[tuple[int, int], int] = {}  # each rollout's number of turns so far
+    start = 0
+    for trajectory in trajectories:
+        rollout = trajectory.group_id, trajectory.sample_id
+        for segment in trajectory.segments:
+            if segment.kind is not SegmentKind.ACTION:
+                continue
+            following = turns.get(rollout, 0)
+            turn = following if segment.turn is None else segment.turn
+            turns[rollout] = max(following, turn + 1)
+            actions[start + segment.start : start + segment.stop] = True
+            numbers[start + segment.start : start + segment.stop] = turn
+            rewards[start + segment.stop - 1] = segment.reward
+        start += len(trajectory)
+    return action_mask_N, turn_ids_N, rewards_N
 
 
 def _groups(trajectories: Sequence[Trajectory]) -> list[int]:

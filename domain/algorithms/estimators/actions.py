@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rollgrad.domain.algorithms.equality import SAME
 from rollgrad.domain.algorithms.estimators.types import EstimatorInput
-from rollgrad.domain.batches.packed import counts, rollout_ids
+from rollgrad.domain.batches.by_sequence import counts, rollout_ids
 
 VARIANCE_FLOOR = 1e-8
 """Variance below which whitening stops dividing by it."""

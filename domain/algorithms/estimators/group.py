@@ -14,7 +14,7 @@ from rollgrad.domain.algorithms.estimators.actions import Actions
 from rollgrad.domain.algorithms.estimators.discounting import reverse_discounted_sum
 from rollgrad.domain.algorithms.estimators.registry import estimator
 from rollgrad.domain.algorithms.estimators.types import Advantages, EstimatorInput, EstimatorParams
-from rollgrad.domain.batches.packed import nonzero, spread
+from rollgrad.domain.batches.by_sequence import nonzero, spread
 from rollgrad.domain.errors import RewardError
 
 STD_FLOOR = 1e-9

@@ -8,7 +8,7 @@ gradient.
 import torch
 from torch import Tensor
 
-from rollgrad.domain.batches.packed import counts, spread
+from rollgrad.domain.batches.by_sequence import counts, spread
 
 
 def loss_weights(

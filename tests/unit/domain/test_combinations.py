@@ -23,7 +23,8 @@ from rollgrad.domain.algorithms.losses.corrections import within_second_moment
 from rollgrad.domain.algorithms.losses.high_entropy import high_entropy_tokens
 from rollgrad.domain.algorithms.losses.objectives import PolicyLossObjective
 from rollgrad.domain.algorithms.settings import CorrectionSettings
-from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
+from rollgrad.domain.batches.by_sequence import rollout_ids
+from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.ports.models import TokenScores
 from tests.shards import shards
 from tests.unit.domain.references import random_batch

@@ -15,7 +15,8 @@ from rollgrad.domain.algorithms.losses.aggregation import loss_weights, weighted
 from rollgrad.domain.algorithms.losses.contract import PolicyLoss, PolicyLossInput, PolicyLossParams, policy_loss
 from rollgrad.domain.algorithms.losses.kl import kl_estimate, kl_estimator
 from rollgrad.domain.algorithms.losses.objectives import ClippedValueObjective, PolicyLossObjective
-from rollgrad.domain.batches.packed import RolloutBatch, rollout_ids
+from rollgrad.domain.batches.by_sequence import rollout_ids
+from rollgrad.domain.batches.packed import RolloutBatch
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import TokenScores
 from tests.unit.domain.references import random_batch

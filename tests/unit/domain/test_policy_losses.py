@@ -18,7 +18,7 @@ from rollgrad.domain.algorithms.losses.contract import POLICY_LOSSES, PolicyLoss
 from rollgrad.domain.algorithms.losses.covariance import clip_cov_tokens, covariances, kl_cov_tokens, token_keys
 from rollgrad.domain.algorithms.losses.kl import kl_estimate
 from rollgrad.domain.algorithms.losses.ratios import ratio
-from rollgrad.domain.batches.packed import rollout_ids
+from rollgrad.domain.batches.by_sequence import rollout_ids
 from tests.unit.domain import references
 from tests.unit.domain.references import LossSettings, Tokens, random_batch
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from rollgrad.domain import errors
 from rollgrad.domain.algorithms.evaluation import best_at_k, majority_passes, pass_at_k, summarise, summary_names
-from rollgrad.domain.batches.packed import counts, nonzero, pack, spread
+from rollgrad.domain.batches.by_sequence import counts, nonzero, spread
+from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.batches.partition import Piece, micro_batches, minibatches
 from rollgrad.domain.control.kl_weight import KLController
 from rollgrad.domain.control.learning_rate import lr_factor
