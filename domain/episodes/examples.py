@@ -74,19 +74,25 @@ def prompt_key(token_ids_T: Tensor) -> bytes:
 
 @frozen(kw_only=True, eq=False)
 class Demonstration:
-    """A conversation or text to imitate. A chat template that rewrites the history makes several `branches` of it: each
-    trained token then stands in the context that it has at inference. `weight` multiplies its loss; `row` is its
-    place in the data. A teacher's predictions of its A trained tokens, of all branches, are `teacher_ids_AK` int32 and
-    `teacher_logprobs_AB` float16, as in `Predictions`. A teacher with other tokens has `span_logprobs_A` float32: at
-    the last token of each span of text that both end at the same place its log-prob, infinity where it says nothing of
-    the span, and NaN at the other tokens of a span. All are None until they are known."""
+    """A conversation or text to imitate.
+
+    What a teacher predicts is None until it is known.
+    """
 
     branches: tuple[WeightedTokens, ...]
+    """A chat template that rewrites the history makes several branches: each trained token then stands in the context
+    that it has at inference."""
     row: int
+    """Place in the data."""
     weight: float = 1.0
+    """Factor of its loss."""
     teacher_ids_AK: Tensor | None = None
+    """Int32: tokens that a teacher predicts at the A trained tokens of all branches, as in `Predictions`."""
     teacher_logprobs_AB: Tensor | None = None
+    """Float16: their log-probs, as in `Predictions`."""
     span_logprobs_A: Tensor | None = None
+    """Float32, from a teacher with another vocabulary: the log-prob of each span of text that ends at the same place
+    for both, at its last token; infinity there if the teacher says nothing of the span, and NaN at its other tokens."""
 
     def __len__(self) -> int:
         return sum(map(len, self.branches))
@@ -94,9 +100,7 @@ class Demonstration:
 
 @frozen(kw_only=True, eq=False)
 class Preference:
-    """A pair of replies to one prompt, of which `chosen` is better, by `margin` where the data say so (reward models).
-    `weight` multiplies the pair's loss; `row` is its place in the data. `ref_logprobs_A` float32: log-probs under a
-    reference of the trained tokens, those of the chosen reply first; None until they are known.
+    """A pair of replies to one prompt, of which `chosen` is better.
 
     Raises:
         DataError: both have the same trained tokens, so that nothing tells them apart.
@@ -105,9 +109,14 @@ class Preference:
     chosen: WeightedTokens
     rejected: WeightedTokens
     row: int
+    """Place in the data."""
     margin: float = 0.0
+    """How much better the chosen reply is, where the data say so (reward models)."""
     weight: float = 1.0
+    """Factor of the pair's loss."""
     ref_logprobs_A: Tensor | None = None
+    """Float32: log-probs of the trained tokens under a reference, those of the chosen reply first; None until they are
+    known."""
 
     def __attrs_post_init__(self) -> None:
         if torch.equal(self.chosen.token_ids_T, self.rejected.token_ids_T):
@@ -124,16 +133,19 @@ class Preference:
 
 @frozen(kw_only=True, eq=False)
 class Label:
-    """A reply that somebody found good (`desirable`) or bad, as KTO learns from. `weight` multiplies its loss; `row` is
-    the place of its row in the data, and `place` its own among all replies: of a pair's row there are two.
-    `ref_logprobs_A` float32: log-probs under a reference of the trained tokens; None until they are known."""
+    """A reply that somebody found good or bad, as KTO learns from."""
 
     reply: WeightedTokens
     desirable: bool
+    """Whether it was found good."""
     row: int
+    """Place of its row in the data."""
     weight: float = 1.0
+    """Factor of its loss."""
     place: int = 0
+    """Place among all replies: a pair's row has two."""
     ref_logprobs_A: Tensor | None = None
+    """Float32: log-probs of the trained tokens under a reference; None until they are known."""
 
     @property
     def replies(self) -> tuple[WeightedTokens, ...]:
@@ -150,21 +162,24 @@ def _is_probability(labels: Sequence[float]) -> bool:
 
 @frozen(kw_only=True, eq=False)
 class StepLabels:
-    """A solution whose steps are labelled, as process reward models learn from: `token_ids_T` int64, `ends` the index
-    of each step's last token, ascending, and for each the probability in `labels` that the step is right (1 or 0 for
-    hard labels). `weight` multiplies the loss; `row` is its place in the data. `images` are those that some tokens
-    stand for.
+    """A solution whose steps are labelled, as process reward models learn from.
 
     Raises:
         DataError: ends and labels differ in number, or are not as described.
     """
 
     token_ids_T: Tensor
+    """Int64."""
     ends: tuple[int, ...] = field(converter=tuple)
+    """Index of each step's last token, ascending."""
     labels: tuple[float, ...] = field(converter=tuple)
+    """Probability that each step is right (1 or 0 for hard labels)."""
     row: int
+    """Place in the data."""
     weight: float = 1.0
+    """Factor of the loss."""
     images: PlacedImages = ()
+    """Images that some tokens stand for."""
 
     def __attrs_post_init__(self) -> None:
         if len(self.ends) != len(self.labels) or not self.ends:

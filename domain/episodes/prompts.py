@@ -19,23 +19,23 @@ EPOCH_SEED_STRIDE = 1_000_003
 
 @frozen(kw_only=True)
 class Prompt:
-    """One task: the policy's input as token ids, and the data that its reply is judged by.
-
-    `text` is the rendered prompt (chat template applied). `label` is whatever the reward source needs (reference
-    answer, or None). `datasource` names the origin for per-source metrics. `metadata` holds the source's own entry;
-    `messages` the conversation that was rendered (empty for a prompt that was text from the start). `images` are those
-    that some of the tokens stand for. `teacher_token_ids` is what a teacher reads in the place of `token_ids`, empty if
-    it reads these.
-    """
+    """One task: the policy's input as token ids, and the data that its reply is judged by."""
 
     token_ids: tuple[int, ...]
     text: str
+    """The rendered prompt (chat template applied)."""
     label: Any = None
+    """Whatever the reward source needs, such as the reference answer; None where it needs nothing."""
     datasource: str = "default"
+    """Name of the origin, for metrics of each."""
     metadata: Mapping[str, Any] = field(factory=dict)
+    """The source's own entry."""
     messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation that was rendered; empty for a prompt that was text from the start."""
     images: PlacedImages = ()
+    """Images that some of the tokens stand for."""
     teacher_token_ids: tuple[int, ...] = ()
+    """What a teacher reads in the place of `token_ids`; empty if it reads these."""
 
 
 @frozen

@@ -22,21 +22,21 @@ def reply_number(row: int, sample: int) -> int:
 
 @frozen(kw_only=True)
 class Reply:
-    """One sampled reply.
-
-    `row` is the number of its prompt in the dataset, from 0; `sample` numbers the replies to one prompt, from 0.
-    `completion` is the text of `token_ids` without special tokens, `logprobs` their log-probs under the sampling
-    distribution, and `seed` that of the sampling.
-    """
+    """One sampled reply."""
 
     row: int
+    """Number of its prompt in the dataset, from 0."""
     sample: int
+    """Number among the replies to one prompt, from 0."""
     prompt: Prompt
     completion: str
+    """Text of `token_ids` without special tokens."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """Log-probs of `token_ids` under the sampling distribution."""
     stop_reason: StopReason
     seed: int
+    """Seed of the sampling."""
 
 
 @frozen(kw_only=True)

@@ -14,27 +14,27 @@ from rollgrad.domain.episodes.prompts import Prompt
 
 @frozen(kw_only=True)
 class RewardRequest:
-    """One finished reply to judge.
-
-    `response` is the reply's text without special tokens, which verifiers read. `query` is prompt and reply in one text
-    as the model saw and wrote them, special tokens included; it begins with the prompt's text, and defaults to that
-    text and `response`. `token_ids` are the tokens of `query`; None for an answer that no model sampled as such
-    (one that an agent took from a reply). `response_token_ids` are those of the reply. `completion` is the reply as
-    chat messages, by default one. `images` are those of `query`, in the order of their tokens; their places are among
-    `token_ids`, where these are known. `step` is the version of the policy that wrote the reply.
-    """
+    """One finished reply to judge."""
 
     prompt: Prompt
     response: str
+    """Text of the reply without special tokens, which verifiers read."""
     stop_reason: StopReason
     query: str = field(default=Factory(lambda self: self.prompt.text + self.response, takes_self=True))
+    """Prompt and reply in one text as the model saw and wrote them, special tokens included. It begins with the
+    prompt's text, and is that text and `response` by default."""
     token_ids: tuple[int, ...] | None = None
+    """Tokens of `query`; None for an answer that no model sampled as such (one that an agent took from a reply)."""
     response_token_ids: tuple[int, ...] = ()
+    """Tokens of the reply."""
     completion: tuple[Message, ...] = field(
         default=Factory(lambda self: (assistant_message(self.response),), takes_self=True)
     )
+    """The reply as chat messages; by default one."""
     images: PlacedImages = ()
+    """Images of `query`, in the order of their tokens; their places are among `token_ids`, where these are known."""
     step: int = 0
+    """Version of the policy that wrote the reply."""
 
     @property
     def label(self) -> Any:
@@ -44,30 +44,37 @@ class RewardRequest:
 
 @frozen(kw_only=True)
 class RewardInput:
-    """A reply as a reward model reads it: the `query` of a request, its `token_ids` where they are known, the last
-    `reply` in it, and its `images`."""
+    """A reply as a reward model reads it."""
 
     text: str
+    """The `query` of a request."""
     token_ids: tuple[int, ...] | None = None
+    """Its tokens, where they are known."""
     reply: str = ""
+    """The last reply in it."""
     images: PlacedImages = ()
+    """Its images."""
 
 
 @frozen(kw_only=True)
 class Reward:
-    """`value` trains; `score` (default: `value`) filters and evaluates; `metrics` are averaged into the log; `parts`
-    are the named rewards that `value` is the weighted sum of, if it is one; `answer` is what the reply answered, in a
-    form in which equal answers are equal texts, by which evaluations vote, None if unknown; `steps` the probabilities
-    that a process reward model gives the reply's steps of being right; `feedback` is what there is to say of the reply
-    in words, such as the error of a program, which a teacher may be told."""
+    """What a reward source finds a reply worth."""
 
     value: float
+    """Number that trains."""
     score: float | None = None
+    """Number that filters and evaluates; None takes `value`."""
     metrics: Mapping[str, float] = field(factory=dict)
+    """Numbers that are averaged into the log."""
     parts: Mapping[str, float] = field(factory=dict)
+    """Named rewards, if `value` is their weighted sum."""
     answer: str | None = None
+    """What the reply answered, in a form in which equal answers are equal texts; evaluations vote by it. None if
+    unknown."""
     steps: tuple[float, ...] = ()
+    """Probabilities of a process reward model that the steps of the reply are right."""
     feedback: str | None = None
+    """What there is to say of the reply in words, such as the error of a program; a teacher may be told it."""
 
 
 class FailureKind(StrEnum):

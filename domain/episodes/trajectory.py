@@ -37,53 +37,57 @@ class SegmentKind(StrEnum):
 
 @frozen(kw_only=True)
 class Segment:
-    """Tokens `start` to `stop` (half-open) of a trajectory; `reward` is set on ACTION segments. `turn` numbers the
-    actions of the whole rollout, over all its branches, in the order in which they were sampled; None: this action
-    follows the one before it, in this branch or at the end of the branch before. `grammar` is the one that an action
-    was sampled under (`SamplingParams`): its log-probs are of the tokens that the grammar allows. `state` is equal for
-    actions of a group that were chosen in the same state of their worlds; None if unknown."""
+    """Tokens `start` to `stop` (half-open) of a trajectory."""
 
     kind: SegmentKind
     start: int
     stop: int
     reward: float = 0.0
+    """Set on ACTION segments alone."""
     turn: int | None = None
+    """Number of the action among those of the whole rollout, over all its branches, in the order of sampling. None:
+    this action follows the one before it, in this branch or at the end of the branch before."""
     grammar: str | None = None
+    """Grammar that the action was sampled under (`SamplingParams`): its log-probs are of the tokens that the grammar
+    allows."""
     state: int | None = None
+    """Equal for the actions of a group that were chosen in the same state of their worlds; None if unknown."""
 
 
 @frozen(kw_only=True, eq=False)
 class Trajectory:
-    """One episode, or one branch of it, token by token. Made by `TrajectoryBuilder`.
-
-    `token_ids_T` int64; `logprobs_T` float32, log-prob under the sampling distribution, 0 outside actions;
-    `versions_T` int32, `NO_VERSION` outside actions. `score` is the outcome used for filtering and evaluation.
-    `group_id` ties the samples of one prompt, `sample_id` the branches of one rollout. `role` names who of several
-    players of the episode sampled its actions, such as a side of a game: each is compared with the same role of other
-    episodes alone; empty where an episode has one player.
-    `reward_parts`: the named rewards that its reward is the weighted sum of, if it is one. `images` are those that some
-    of its tokens stand for, none of which was sampled. `experts_TLK` are the experts of a mixture that the engine
-    sent its tokens to (`routed.py`); None where it did not say. `top_logprobs` has the most likely tokens at the place
-    of each sampled token, in order; None where no engine was asked. `answer` and `feedback` are those of the episode's
-    `Reward`.
-    """
+    """One episode, or one branch of it, token by token. Made by `TrajectoryBuilder`."""
 
     token_ids_T: Tensor
+    """Int64."""
     logprobs_T: Tensor
+    """Float32: log-probs under the sampling distribution, 0 outside actions."""
     versions_T: Tensor
+    """Int32: version of the policy that sampled each action token; `NO_VERSION` outside actions."""
     segments: tuple[Segment, ...]
     score: float
+    """Outcome, for filtering and evaluation."""
     stop_reason: StopReason
     group_id: int
+    """Shared by the samples of one prompt."""
     sample_id: int
+    """Shared by the branches of one rollout."""
     metrics: Mapping[str, float] = field(factory=dict)
     images: PlacedImages = ()
+    """Images that some of the tokens stand for; none of these was sampled."""
     reward_parts: Mapping[str, float] = field(factory=dict)
+    """Named rewards, if the reward is their weighted sum."""
     experts_TLK: Tensor | None = None
+    """Experts of a mixture that the engine sent the tokens to (`routed.py`); None where it did not report them."""
     top_logprobs: TopLogprobs | None = None
+    """The most likely tokens at the place of each sampled token, in order; None where no engine was asked."""
     answer: str | None = None
+    """As in the `Reward` of the episode."""
     feedback: str | None = None
+    """As in the `Reward` of the episode."""
     role: str = ""
+    """Which of several players of the episode sampled the actions, such as a side of a game: each is compared with the
+    same role of other episodes alone. Empty where an episode has one player."""
 
     @property
     def reward(self) -> float:

@@ -25,32 +25,35 @@ class WholePrompt(str):
 
 @frozen(kw_only=True)
 class StepResult:
-    """Answer of the environment to an action, with Gymnasium's names.
-
-    `reward`: None in the last step asks the run's reward (`config.reward`) for it, and in an earlier one counts as 0.
-    `score`: defaults to the sum of rewards so far. `sampling`: replaces the sampling settings of later turns, except
-    their seed. `images`: those of a text, whose places are the model's own marks in it; messages have theirs as parts
-    `{"type": "image", "image": ...}`. `metrics`: those of the last step are logged. `reward_parts`: of the last step,
-    named rewards whose weighted sum is the episode's reward. `answer` and `feedback`: of the last step, what the
-    episode answered, and what there is to say of it, as those of a `Reward`. `state`: a text that names the state in
-    which the next action is chosen, for estimators that compare actions of a group that were chosen in the same one;
-    default: what the model is told before it, that is the observation. `rewards`: of an environment that `PlaysRoles`,
-    for the latest action of each role, that of the role that has acted added to its `reward`."""
+    """Answer of the environment to an action, with Gymnasium's names."""
 
     observation: Observation = ""
     images: Sequence[Any] = ()
+    """Images of an observation that is a text, whose places are the model's own marks in it. Messages have theirs as
+    parts `{"type": "image", "image": ...}`."""
     reward: float | None = 0.0
+    """None asks the run's reward (`config.reward`) for it in the last step, and counts as 0 in an earlier one."""
     terminated: bool = False
     truncated: bool = False
     score: float | None = None
+    """None is the sum of the rewards so far."""
     info: Mapping[str, Any] = field(factory=dict)
     sampling: SamplingParams | None = None
+    """Replaces the sampling settings of later turns, except their seed."""
     metrics: Mapping[str, float] = field(factory=dict)
+    """Those of the last step are logged."""
     rewards: Mapping[str, float] = field(factory=dict)
+    """Of an environment that `PlaysRoles`: reward of the latest action of each role; that of the role that has acted is
+    added to its `reward`."""
     reward_parts: Mapping[str, float] = field(factory=dict)
+    """In the last step: named rewards whose weighted sum is the episode's reward."""
     answer: str | None = None
+    """In the last step: what the episode answered, as in a `Reward`."""
     feedback: str | None = None
+    """In the last step: what there is to say of it, as in a `Reward`."""
     state: str | None = None
+    """A text that names the state in which the next action is chosen, for estimators that compare the actions of a
+    group that were chosen in the same state. None is what the model is told before it, the observation."""
 
 
 @runtime_checkable

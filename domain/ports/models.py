@@ -14,45 +14,48 @@ from rollgrad.domain.batches.passes import Passes
 
 @frozen(kw_only=True, eq=False)
 class TokenScores:
-    """Per-token results of a forward pass: `logprobs_N` and `entropy_N` (nats), float32, 0 outside actions.
+    """Per-token results of a forward pass, of softmax(logits / temperature) with the sampling temperature of the
+    rollout.
 
-    Both are of softmax(logits / temperature), with the sampling temperature of the rollout. `correct_N` float32 is 1
-    where the token is the most likely one, else 0, and `mean_logprobs_N` float32 the mean of log-probs over the
-    vocabulary, `collision_N` float32 the collision entropy of the distribution that predicts the token,
-    -log sum_v p_v^2 (nats); None unless the model was made to find them. `divergence_N` float32 is the divergence from
-    a teacher of the distribution that predicts the token; None without one. Of a model that compares two tokens as what
-    follows the action token, all are of these two alone, and `odds_N` float32 is the logit of the first less that of
-    the second.
-    `experts_NLK` are the experts of a mixture that each token of the batch went to, as a batch has them; None unless
-    the model was made to keep them.
-    `mean_score_N`, `policy_mass_N` and `residual_N` float32 are the columns of `CentredScores` (score centering), of
-    which the first alone has a gradient; None unless the model was made to find them and the batch has what they are
-    made of.
+    All are float32 where nothing else is said; those that may be None are there if the model was made to find them. A
+    model that compares two tokens as what follows the action token computes all of them from these two alone.
     """
 
     logprobs_N: Tensor
+    """Log-prob of each token; 0 outside actions."""
     entropy_N: Tensor
+    """Entropy of the distribution that predicts the token (nats); 0 outside actions."""
     correct_N: Tensor | None = None
+    """1 where the token is the most likely one, else 0."""
     mean_logprobs_N: Tensor | None = None
+    """Mean of the log-probs over the vocabulary."""
     collision_N: Tensor | None = None
+    """Collision entropy of the distribution that predicts the token, -log sum_v p_v^2 (nats)."""
     divergence_N: Tensor | None = None
+    """Divergence from a teacher of the distribution that predicts the token; None without a teacher."""
     odds_N: Tensor | None = None
+    """Logit of the first of two compared tokens less that of the second."""
     experts_NLK: Tensor | None = None
+    """Experts of a mixture that each token of the batch went to, as a batch has them."""
     mean_score_N: Tensor | None = None
+    """As in `CentredScores` (score centering), with a gradient; None, too, where the batch lacks what it is made of."""
     policy_mass_N: Tensor | None = None
+    """As in `CentredScores`, without a gradient."""
     residual_N: Tensor | None = None
+    """As in `CentredScores`, without a gradient."""
 
 
 @frozen(kw_only=True, eq=False)
 class LossOutput:
-    """Result of an objective. `loss`: scalar to differentiate, already weighted for the whole step. `metrics`: those of
-    the micro-batch, each of which says how it is combined (`domain.batches.metrics`): a plain number or 0-d tensor is a
-    sum of loss weight x value, any other kind a `Metric`. `clipped_N` bool: tokens whose ratio was clipped, for whoever
-    looks at single tokens; None of an objective without ratios."""
+    """Result of an objective."""
 
     loss: Tensor
+    """Scalar to differentiate, already weighted for the whole step."""
     metrics: Mapping[str, Tensor | float] = field(factory=dict)
+    """Metrics of the micro-batch, each of which says how it is combined (`domain.batches.metrics`): a plain number or
+    0-d tensor is a sum of loss weight x value, any other kind a `Metric`."""
     clipped_N: Tensor | None = None
+    """Bool: tokens whose ratio was clipped, for whoever looks at single tokens; None of an objective without ratios."""
 
 
 PolicyObjective = Callable[[TokenScores, Batch], LossOutput]

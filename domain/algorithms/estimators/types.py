@@ -29,33 +29,38 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 @frozen(kw_only=True, eq=False)
 class EstimatorInput:
-    """Input of an estimator; half-precision arrays become float32.
-
-    `rewards_N`: each turn's reward, at the last token of its action segment. `token_rewards_N`: further rewards of each
-    token, such as -coef * KL. `action_mask_N`: bool. `turn_ids_N`: int64, turn of each action token within its rollout,
-    in the order in which they were sampled; None takes every run of adjacent action tokens for a turn. `lengths_S`,
-    `group_ids_S`, `sample_ids_S`: int64; sequences of one group answer one prompt, sequences of one sample are branches
-    of one rollout. `values_N`: from the critic. `baselines_S`: reward of the prompt's greedy rollout.
-    `logprobs_N`, `collision_N`: of the policy before the update, the second as `TokenScores` has it.
-    `state_ids_N`: int64, state in which the turn of each action token was played, equal for the same.
-    `reward_parts_SK`, `part_weights_K`: named rewards, which add up over a rollout's branches, and their weights.
-    `roles_S`: the role of each sequence; None without any."""
+    """Input of an estimator; half-precision arrays become float32."""
 
     rewards_N: Tensor = field(converter=_at_least_float32)
+    """Each turn's reward, at the last token of its action segment."""
     token_rewards_N: Tensor = field(converter=_at_least_float32)
+    """Further rewards of each token, such as -coef * KL."""
     action_mask_N: Tensor
+    """Bool."""
     lengths_S: Tensor
     group_ids_S: Tensor
+    """Int64: sequences of one group answer one prompt."""
     sample_ids_S: Tensor
+    """Int64: sequences of one sample are branches of one rollout."""
     turn_ids_N: Tensor | None = None
+    """Int64: turn of each action token within its rollout, in the order of sampling; None takes every run of adjacent
+    action tokens for a turn."""
     values_N: Tensor | None = field(default=None, converter=optional(_at_least_float32))
+    """From the critic."""
     baselines_S: Tensor | None = None
+    """Reward of the prompt's greedy rollout."""
     reward_parts_SK: Tensor | None = None
+    """Named rewards, which add up over a rollout's branches."""
     part_weights_K: Tensor | None = None
+    """Weights of the named rewards."""
     state_ids_N: Tensor | None = None
+    """Int64: state in which the turn of each action token was played, equal for the same state."""
     logprobs_N: Tensor | None = field(default=None, converter=optional(_at_least_float32))
+    """Log-probs of the policy before the update."""
     collision_N: Tensor | None = field(default=None, converter=optional(_at_least_float32))
+    """Collision entropy of the policy before the update (`TokenScores`)."""
     roles_S: tuple[str, ...] | None = None
+    """Role of each sequence; None without roles."""
 
     def of_role(self, role: str) -> tuple["EstimatorInput", Tensor]:
         """Returns the input of the sequences of one role, without roles, and the places of their tokens."""
@@ -77,12 +82,14 @@ EstimatorParams = AdvantageSettings
 
 @frozen(kw_only=True, eq=False)
 class Advantages:
-    """`advantages_N`, which multiply the policy's loss, and `returns_N`, the critic's targets; both 0 outside
-    actions. `metrics` are numbers by names of the estimator's own, which are the metrics `advantage/NAME`."""
+    """What an estimator returns; both arrays are 0 outside actions."""
 
     advantages_N: Tensor
+    """Factors of the policy's loss."""
     returns_N: Tensor
+    """Targets of the critic."""
     metrics: Mapping[str, float] = field(factory=dict)
+    """Numbers by names of the estimator's own, which become the metrics `advantage/NAME`."""
 
 
 Estimator = Callable[..., Advantages]

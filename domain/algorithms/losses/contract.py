@@ -13,21 +13,23 @@ from rollgrad.domain.algorithms.settings import PolicyLossSettings
 
 @frozen(kw_only=True, eq=False)
 class PolicyLossInput:
-    """One micro-batch of whole sequences; values per token are [N], with 0 at masked positions.
-
-    `logprobs_N`: of the policy, with gradient. `old_logprobs_N`: of the proximal policy. `action_mask_N`: bool.
-    `sequence_N`: int64, sequence of each token, from 0 to S - 1. `sequences`: S. `selected_N`: bool, tokens chosen from
-    the whole optimizer step, or None. `rollout_logprobs_N`: of the policy that sampled, or None where nobody knows
-    them."""
+    """One micro-batch of whole sequences; values per token are [N], with 0 at masked positions."""
 
     logprobs_N: Tensor
+    """Of the policy, with gradient."""
     old_logprobs_N: Tensor
+    """Of the proximal policy."""
     advantages_N: Tensor
     action_mask_N: Tensor
+    """Bool."""
     sequence_N: Tensor
+    """Int64: sequence of each token, from 0 to S - 1."""
     sequences: int
+    """Number of sequences, S."""
     selected_N: Tensor | None = None
+    """Bool: tokens chosen from the whole optimizer step; None where the loss chooses none."""
     rollout_logprobs_N: Tensor | None = None
+    """Of the policy that sampled; None where nobody knows them."""
 
 
 PolicyLossParams = PolicyLossSettings
@@ -36,15 +38,18 @@ PolicyLossParams = PolicyLossSettings
 
 @frozen(kw_only=True, eq=False)
 class PolicyLoss:
-    """Result of a policy loss: `loss_N`, the importance ratio `ratio_N`, and the tokens whose gradient is 0 because
-    their ratio lies below (`clipped_low_N`) or above (`clipped_high_N`) the clip range. `metrics_N` are values of
-    tokens by names of the loss's own, whose means, weighted as the loss is, are the metrics `policy/NAME`."""
+    """Result of a policy loss."""
 
     loss_N: Tensor
     ratio_N: Tensor
+    """Importance ratio."""
     clipped_low_N: Tensor
+    """Tokens whose gradient is 0 because their ratio lies below the clip range."""
     clipped_high_N: Tensor
+    """Tokens whose gradient is 0 because their ratio lies above the clip range."""
     metrics_N: Mapping[str, Tensor] = field(factory=dict)
+    """Values of tokens by names of the loss's own. Their means, weighted as the loss is, are the metrics
+    `policy/NAME`."""
 
 
 PolicyLossFunction = Callable[..., PolicyLoss]

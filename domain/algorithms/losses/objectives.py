@@ -33,31 +33,35 @@ REFERENCE_KL = "ref_kl"
 
 @frozen(kw_only=True)
 class PolicyLossObjective:
-    """A policy loss, weighted by an off-policy correction, plus `kl_coef` x KL, minus `entropy_coef` x entropy, plus
-    `positive_nll_coef` x the negative log-likelihood of replies that passed (VAPO, Yue et al. 2025, eq. 10). It is a
-    `PolicyObjective`.
+    """The loss of the policy: a `PolicyObjective`.
 
-    `loss`: key of `POLICY_LOSSES`. `settings`: of the loss's own; None takes their defaults. `correction`: None for
-    none. `bypass`: see `correction_weights`. `kl_estimator`: as for `kl_estimate`, or `full` for the divergence of the
-    scores, which is exact. `kl_against`: `reference`, or `rollout` for the policy that sampled.
-    `version`: the version of the policy under training; if given, the proximal log-probs are interpolated between those
-    of the sampling and of the current policy. `centred`: whether each token's gradient is centred (score centering,
-    `centering.py`), by scores that have the mean. Where the batch has `learned_N`, the policy loss, and with it what
-    centering takes out, is 0 at all other tokens; KL, entropy and likelihood are of all.
+    It is a policy loss, weighted by an off-policy correction, plus `kl_coef` x KL, minus `entropy_coef` x entropy, plus
+    `positive_nll_coef` x the negative log-likelihood of replies that passed (VAPO, Yue et al. 2025, eq. 10). Where the
+    batch has `learned_N`, the policy loss, and with it what centering takes out, is 0 at all other tokens; KL, entropy
+    and likelihood are of all.
     """
 
     loss: str = "ppo"
+    """Key of `POLICY_LOSSES`."""
     params: PolicyLossParams = field(factory=PolicyLossParams)
     settings: Any = None
+    """Settings of the loss's own; None takes their defaults."""
     correction: CorrectionSettings | None = None
+    """None for none."""
     bypass: bool = False
+    """See `correction_weights`."""
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    """As for `kl_estimate`; or `full` for the divergence of the scores, which is exact."""
     kl_against: str = "reference"
+    """`reference`; or `rollout` for the policy that sampled."""
     entropy_coef: float = 0.0
     positive_nll_coef: float = 0.0
     version: int | None = None
+    """Version of the policy under training. If given, the proximal log-probs are interpolated between those of the
+    sampling policy and of the current one."""
     centred: bool = False
+    """Whether each token's gradient is centred (score centering, `centering.py`), by scores that have the mean."""
 
     def __call__(self, scores: TokenScores, batch: RolloutBatch) -> LossOutput:
         """Returns the micro-batch's share; a missing `old_logprobs_N` means a ratio of exactly 1.
