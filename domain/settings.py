@@ -40,16 +40,14 @@ INTERVAL = Range(lambda value: value[0] < value[1], "two numbers, the lower one 
 
 @frozen
 class Condition:
-    """Condition under which a setting means anything; a setting that is changed where it means nothing is refused.
-
-    `holds`: a test of the section that has the setting, and of the whole run. `why`: why it means nothing elsewhere.
-    `fix`: what to set instead, `{at}` standing for the section's dotted name with its dot. Both read values as
-    `{here.rank}` and `{run.rollout.engine}`.
-    """
+    """Condition under which a setting means anything; a setting that is changed where it means nothing is refused."""
 
     holds: Callable[[Any, Any], bool]
+    """Test of the section that has the setting, and of the whole run."""
     why: str
+    """Why the setting means nothing elsewhere. Values are read as `{here.rank}` and `{run.rollout.engine}`."""
     fix: str
+    """What to set instead; values as in `why`, and `{at}` is the section's dotted name with its dot."""
 
     def problem(self, name: str, value: Any, here: Any, run: Any, at: str) -> str:
         """Returns the sentence about the setting `name` of a section `here`, which lies at `at`."""

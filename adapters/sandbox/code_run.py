@@ -44,18 +44,16 @@ _log = structlog.get_logger()
 
 @frozen(kw_only=True)
 class Outcome:
-    """Output of a run, and how it ended.
-
-    `code` is the exit status (128 plus the signal if it was killed), None if it did not end by itself. `stopped` then
-    is the reason: "timeout", "flood", "memory" (its processes together used too much) or "failed" (the sandbox did not
-    work; the log says why). `files` are those that it left, if they were asked for; None if they are too many or too
-    large (`kept_files`).
-    """
+    """Output of a run, and how it ended."""
 
     output: str
     code: int | None
+    """Exit status (128 plus the signal if it was killed); None if it did not end by itself."""
     stopped: str = ""
+    """Why it did not end by itself: "timeout", "flood", "memory" (its processes together used too much) or "failed"
+    (the sandbox did not work; the log says why)."""
     files: bytes | None = None
+    """Files that it left, if they were asked for; None, too, if they are too many or too large (`kept_files`)."""
 
 
 class Output:

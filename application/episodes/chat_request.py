@@ -25,25 +25,24 @@ def _nothing(tokens: int) -> None:
 
 @frozen(kw_only=True)
 class ChatRequest:
-    """A request for one reply.
-
-    `changes` are the sampling settings that the client names (fields of `SamplingParams`). `form` is what the reply
-    must look like, None for any. `prompt` is a text, or token ids, to be continued without a chat template, instead
-    of messages. `choice` is the number of the reply among several to one request, which differ in their
-    seeds. `role` is who replies, of several in an episode (`Trajectory.role`). `follows` is the turn of a session
-    that the conversation continues, if its client has said which of those that say the same. `on_read` is told the
-    number of the tokens that the engine is given, before it samples.
-    """
+    """A request for one reply."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolSchema] = ()
     changes: Mapping[str, Any] = field(factory=dict)
+    """Sampling settings that the client names (fields of `SamplingParams`)."""
     form: ReplyForm | None = None
+    """What the reply must look like; None for any."""
     prompt: str | tuple[int, ...] | None = None
+    """Text or token ids to be continued without a chat template, instead of messages."""
     choice: int = 0
+    """Number of the reply among several to one request, which differ in their seeds."""
     role: str = ""
+    """Who replies, of several in an episode (`Trajectory.role`)."""
     follows: int | None = None
+    """Turn of a session that the conversation continues, if its client has said which, of turns that say the same."""
     on_read: Callable[[int], None] = _nothing
+    """Is told the number of tokens that the engine is given, before it samples."""
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -79,16 +79,19 @@ class _Turn:
 
 @frozen(kw_only=True, eq=False)
 class LatestReply:
-    """The latest reply, as a `message`. `token_ids`: from the beginning of its branch to its end. `opening`: number of
-    tokens before the branch's first reply. `version`: of the policy that sampled its last token. `images`: those that
-    some of the tokens stand for. `stop_reason`: why it ended."""
+    """The latest reply."""
 
     message: Message
     token_ids: tuple[int, ...]
+    """Tokens from the beginning of its branch to its end."""
     opening: int
+    """Number of tokens before the branch's first reply."""
     version: int
+    """Version of the policy that sampled its last token."""
     stop_reason: StopReason
+    """Why it ended."""
     images: PlacedImages = ()
+    """Images that some of the tokens stand for."""
 
 
 class TokenLedger:

@@ -44,20 +44,26 @@ KINDS: dict[str, type[Metric]] = {
 
 @frozen(kw_only=True)
 class UpdateReport:
-    """An update: the `metrics` of its optimizer steps, combined as each says (`domain.batches.metrics`), under
-    `policy/` and `critic/`; `reference_kl`, the KL term of the policy's loss in nats per token, None without one;
-    `loss_weights_N`, the weight of each token of the batch in the loss of its optimizer step, in the last epoch;
-    `logprobs_N`, the log-probs of action tokens that the policy's only optimizer step computed before it changed the
-    weights; None if there were several steps. `entropies_N` (nats) of the policy's distribution at each token and
-    `clipped_N`, whether its ratio was clipped, in the last epoch. All three are None if the policy was not trained;
-    log-probs and entropies are NaN where no step passed a token through the model."""
+    """Result of an update.
+
+    What is known of single tokens is None if the policy was not trained, and NaN where no step passed a token through
+    the model.
+    """
 
     metrics: dict[str, float]
+    """Metrics of its optimizer steps under `policy/` and `critic/`, combined as each says
+    (`domain.batches.metrics`)."""
     reference_kl: float | None
+    """KL term of the policy's loss in nats per token; None without one."""
     loss_weights_N: Tensor | None
+    """Weight of each token of the batch in the loss of its optimizer step, in the last epoch."""
     logprobs_N: Tensor | None
+    """Log-probs of action tokens that the policy's only optimizer step computed before it changed the weights; None,
+    too, if there were several steps."""
     entropies_N: Tensor | None
+    """Entropy of the policy's distribution at each token (nats), in the last epoch."""
     clipped_N: Tensor | None
+    """Whether each token's ratio was clipped, in the last epoch."""
 
 
 class Listening:

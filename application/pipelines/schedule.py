@@ -10,24 +10,29 @@ from rollgrad.domain.control.best_model import Best, BestModel
 
 @frozen(kw_only=True)
 class Schedule:
-    """Schedule of `steps` steps; evaluation and model checkpoints every so many of them (-1: only at the ends). The
-    state from which training continues is saved every `state_steps` steps (-1: not by steps), when the one before is
-    `state_minutes` old (None: not by time), and at the end; never if neither is set. With `state_in_background` a run
-    goes on while one is written, but at the end. `best_metric` of the evaluations says which model is kept as the best
-    one, and `best_value` whether its highest or lowest value is the best; None keeps none. After `patience` evaluations
-    in a row without a better value the run ends; None goes on. `measured`: the settings on which the values of
-    evaluations depend."""
+    """The steps of a run, and when it evaluates and saves. An interval of -1 steps means only at the ends of the
+    run."""
 
     steps: int
     eval_steps: int = -1
+    """Steps between evaluations."""
     save_steps: int = -1
+    """Steps between checkpoints of the model."""
     state_steps: int = -1
+    """Steps between training states, from which training continues; -1 saves none by steps. If this or `state_minutes`
+    is set, there is one at the end, too."""
     state_minutes: float | None = None
+    """Age of the last training state at which the next is saved; None saves none by time."""
     state_in_background: bool = False
+    """Whether the run goes on while a training state is written; at the end it waits."""
     best_metric: str | None = None
+    """Metric of evaluations that says which model is kept as the best one; None keeps none."""
     best_value: Best = Best.AUTO
+    """Whether the highest or the lowest value of `best_metric` is the best."""
     measured: Mapping[str, Any] = field(factory=dict)
+    """Settings on which the values of evaluations depend."""
     patience: int | None = None
+    """Evaluations in a row without a better value after which the run ends; None goes on."""
 
     @property
     def saves_state(self) -> bool:
@@ -37,13 +42,16 @@ class Schedule:
 
 @frozen(kw_only=True)
 class RunOutcome:
-    """Outcome of a run: `steps` finished; held-out metrics `before` and `after`; whether it was interrupted; why it
-    ended before its schedule did, if evaluations were the reason; and the evaluation whose model was kept as the `best`
-    one, None if there is none."""
+    """Outcome of a run."""
 
     steps: int
+    """Finished steps."""
     before: Mapping[str, float] = field(factory=dict)
+    """Held-out metrics before the first step."""
     after: Mapping[str, float] = field(factory=dict)
+    """Held-out metrics after the last step."""
     interrupted: bool = False
     enough: str | None = None
+    """Why the run ended before its schedule did, if evaluations were the reason."""
     best: BestModel | None = None
+    """Evaluation whose model was kept as the best one; None if there is none."""

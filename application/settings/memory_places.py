@@ -29,35 +29,38 @@ class Machine:
 
 @frozen(kw_only=True)
 class RoleMemory:
-    """Bytes that one process of a role holds: on its GPU, or in the machine's memory where there are no GPUs.
-
-    `passes` are the activations of a pass, and what ZeRO gathers for it: gradients on their way, and at the last stage
-    weights; of an engine keys and values. `gradients` are held from the first pass of an optimizer step to its end;
-    ZeRO's last stage `keeps_gradients`, and the buffer in which it sends them. `offloaded` lies in the machine's
-    memory, and `loading` while the model is loaded for a GPU; the rest on a GPU. Roles of one `device` share it. An
-    engine or reward model that `takes_turns` makes no passes while models train; an engine that `sleeps` holds nothing
-    meanwhile but its groups and what is `asleep`, and what `rests` of a model's optimizer is in the machine's memory
-    while engines sample. `groups` of NCCL are those whose memory is counted nowhere else, and `buckets` of weights on
-    their way to engines are held until these have their keys and values.
-    """
+    """Bytes that one process of a role holds: on its GPU, or in the machine's memory where there are no GPUs."""
 
     role: str
     processes: int
     on_a_machine: int
     device: str
+    """Roles of one device share it."""
     weights: int = 0
     gradients: int = 0
+    """Held from the first pass of an optimizer step to its end."""
     optimizer: int = 0
     passes: int = 0
+    """Activations of a pass, and what ZeRO gathers for it: gradients on their way, and at the last stage weights. Of an
+    engine: keys and values."""
     offloaded: int = 0
+    """In the machine's memory, not on a GPU."""
     loading: int = 0
+    """In the machine's memory while the model is loaded for a GPU."""
     takes_turns: bool = False
+    """Whether an engine or reward model makes no passes while models train."""
     sleeps: bool = False
+    """Whether an engine holds nothing while models train but its groups of NCCL and what is `asleep`."""
     keeps_gradients: bool = False
+    """Whether gradients, and the buffer in which they are sent, outlast the step, as at ZeRO's last stage."""
     rests: int = 0
+    """Part of the optimizer that is in the machine's memory while engines sample."""
     groups: int = 0
+    """Groups of NCCL whose memory is counted nowhere else."""
     buckets: int = 0
+    """Buckets of weights on their way to engines, held until these have their keys and values."""
     asleep: int = 0
+    """What an engine that sleeps holds."""
 
     @property
     def kept(self) -> int:

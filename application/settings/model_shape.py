@@ -45,31 +45,36 @@ def bytes_of_pass(points: Points, tokens: float) -> int:
 
 @frozen(kw_only=True)
 class ModelShape:
-    """Shape of a decoder, on which its memory depends. `parameters` counts tied tensors once, and no adapters;
-    `adapters` counts the numbers in these, which are then all that is trained; `quantised` those that are kept in 4
-    bits; `embedding` those of the input embedding, which is `tied` to the output's if both are one; `experts` those of
-    a mixture's experts that processes divide, each token going to `experts_per_token` of a layer's; `stored` is the
-    bytes of a number in the model's files, 0 if it is not known; `attending` layers keep keys (None: all do), and
-    `state_bytes` are those of the states of a sequence, of any length, which a layer computes from so many `columns` of
-    a token at most. `heads` are those of queries, 0 if they are not
-    known."""
+    """Shape of a decoder, on which its memory depends."""
 
     parameters: int
+    """Numbers of the model; tied tensors count once, adapters do not."""
     layers: int
     hidden: int
     kv_heads: int
     head_dim: int
     heads: int = 0
+    """Heads of queries; 0 if they are not known."""
     adapters: int = 0
+    """Numbers in adapters, which are then all that is trained; 0 without adapters."""
     quantised: int = 0
+    """Numbers that are kept in 4 bits."""
     embedding: int = 0
+    """Numbers of the input embedding."""
     experts: int = 0
+    """Numbers of a mixture's experts that processes divide."""
     experts_per_token: int = 0
+    """Experts of a layer that each token goes to."""
     tied: bool = False
+    """Whether input and output embedding are one tensor."""
     stored: int = 0
+    """Bytes of a number in the model's files; 0 if they are not known."""
     attending: int | None = None
+    """Layers that keep keys; None for all."""
     state_bytes: int = 0
+    """Bytes of the states that other layers keep of a sequence, whatever its length."""
     columns: int = 0
+    """Columns of a token, at most, from which a layer computes such a state."""
     headless: bool = False
     """Whether it has no output embedding, as models of values and scores."""
     compares: bool = False

@@ -50,35 +50,38 @@ class EstimatorTraits(_AlgorithmTraits):
 
 @frozen(kw_only=True)
 class PolicyLossTraits(_AlgorithmTraits):
-    """Traits of a policy loss.
-
-    `clip`: default (lower, upper) clip range, None if it clips nothing. `aggregation`: default way from token losses to
-    one number. `uses`: settings of `actor` that it reads besides the clip range. `proportional`: whether a token with
-    advantage 0 has no gradient, so that samples without advantages may be left out. `on_policy`: whether it takes every
-    sample for one of the current policy: it has no ratio, so that only a correction accounts for others. `by_token`:
-    whether its gradient at each token, where the ratio is 1, is minus the advantage times that of the token's own
-    log-prob, so that score centering can take its mean out.
-    """
+    """Traits of a policy loss."""
 
     clip: tuple[float, float] | None = (0.2, 0.2)
+    """Default (lower, upper) clip range; None if it clips nothing."""
     aggregation: str = "token_mean"
+    """Default way from token losses to one number."""
     uses: tuple[str, ...] = ()
+    """Settings of `actor` that it reads besides the clip range."""
     proportional: bool = False
+    """Whether a token with advantage 0 has no gradient, so that samples without advantages may be left out."""
     on_policy: bool = False
+    """Whether it takes every sample for one of the current policy: it has no ratio, so that only a correction accounts
+    for others."""
     by_token: bool = False
+    """Whether its gradient at each token, where the ratio is 1, is minus the advantage times the gradient of the
+    token's own log-prob, so that score centering can take the mean out."""
 
 
 @frozen(kw_only=True)
 class PairLossTraits:
-    """`reference`: compares with a reference; a loss without one is of means over tokens, or with `sums` of sums.
-    `beta`: its own, where none is set. `sorts`: compares a pair with others of its optimizer step, by their rank.
-    `uses`: the other settings that change it."""
+    """Traits of a loss of pairs."""
 
     reference: bool = True
+    """Whether it compares with a reference."""
     sums: bool = False
+    """Whether a loss without a reference is of sums over tokens, rather than of means."""
     beta: float = 0.1
+    """Beta where none is set."""
     sorts: bool = False
+    """Whether it compares a pair with others of its optimizer step, by their rank."""
     uses: tuple[str, ...] = ()
+    """Other settings that change it."""
 
 
 ESTIMATORS: dict[str, EstimatorTraits] = {

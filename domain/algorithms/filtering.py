@@ -15,19 +15,19 @@ BY_FUNCTION = "by_function"
 
 @frozen(kw_only=True)
 class GroupFilter:
-    """Conditions that a group must meet to be trained on.
-
-    `score_spread`: its scores differ, so that it is neither all right nor all wrong, whatever numbers say so (DAPO, Yu
-    et al. 2025, eq. 11); a reply is right from a score of `pass_threshold` on, which only names the rejection.
-    `score_range`: its mean score lies strictly between the two; None for any. `need_spread`: its rewards differ.
-    `keeps`: a function of the user's that is true of it, asked about groups that meet the others.
-    """
+    """Conditions that a group must meet to be trained on."""
 
     score_spread: bool = False
+    """Its scores differ, so that it is neither all right nor all wrong, whatever numbers say so (DAPO, Yu et al. 2025,
+    eq. 11)."""
     pass_threshold: float = 1.0
+    """Score from which a reply is right; it only names the reason of a rejection."""
     score_range: tuple[float, float] | None = None
+    """Its mean score lies strictly between the two; None for any."""
     need_spread: bool = False
+    """Its rewards differ."""
     keeps: Callable[[Any], object] | None = None
+    """A function of the user's returns true; it is asked about groups that meet the other conditions."""
 
     def rejection(self, scores: Sequence[float], rewards: Sequence[float]) -> str | None:
         """Returns the reason why a group is not trained on (`empty`, `too_hard`, `too_easy`, `no_spread`), or None."""

@@ -15,18 +15,18 @@ from rollgrad.domain.batches.packed import PackedBatch
 
 @frozen(kw_only=True, eq=False)
 class Datum:
-    """A sequence of T tokens, at least one.
-
-    `tokens_T` int64 are what the model reads, `targets_T` int64 the tokens whose log-probs count, each after the token
-    at its place. All else is float32: `weights_T` of the token losses, and for losses of policies the log-probs
-    `sampled_logprobs_T` under the sampling distribution and `advantages_T`; those of cross-entropy are 0.
-    """
+    """A sequence of T tokens, at least one. What is not tokens is float32."""
 
     tokens_T: Tensor
+    """Int64: tokens that the model reads."""
     targets_T: Tensor
+    """Int64: tokens whose log-probs count, each after the token at its place."""
     weights_T: Tensor
+    """Weights of the token losses."""
     sampled_logprobs_T: Tensor
+    """For losses of policies: log-probs under the sampling distribution; 0 for cross-entropy."""
     advantages_T: Tensor
+    """For losses of policies; 0 for cross-entropy."""
 
 
 @frozen(kw_only=True, eq=False)

@@ -22,19 +22,19 @@ CHOSEN, REJECTED = 0, 1
 
 @frozen(kw_only=True, eq=False)
 class ExampleBatch(PackedBatch):
-    """Examples; a unit is one `group_ids_S`.
-
-    `sample_ids_S` int64 tells the sequences of a unit apart; `scores_S` float32 is what the data say of each, a label
-    or a margin, 0 by default. Filled in where a loss needs them: `ref_logprobs_N` (under the reference),
-    `positive_weights_N` (weights of a second term, over the tokens of chosen replies), `opposites_S2` (what each reply
-    of a pair is compared with by losses that sort the pairs of the step, `domain.algorithms.losses.transport`).
-    """
+    """Examples; a unit is one `group_ids_S`. Columns that may be None are filled in where a loss needs them."""
 
     sample_ids_S: Tensor
+    """Int64: tells the sequences of a unit apart."""
     scores_S: Tensor = field(default=Factory(lambda batch: torch.zeros(len(batch.lengths_S)), takes_self=True))
+    """Float32: what the data say of each sequence, a label or a margin; 0 by default."""
     ref_logprobs_N: Tensor | None = None
+    """Log-probs under the reference."""
     positive_weights_N: Tensor | None = None
+    """Weights of a second term of the loss, over the tokens of chosen replies."""
     opposites_S2: Tensor | None = None
+    """What each reply of a pair is compared with by losses that sort the pairs of the step
+    (`domain.algorithms.losses.transport`)."""
 
 
 def pack_sequences(

@@ -24,21 +24,26 @@ class Best(StrEnum):
 
 @frozen
 class BestModel:
-    """The best value of `metric` so far, its `step`, and all `metrics` of that evaluation; no value before the first.
-    Without a metric there is no best one. `known`: an evaluation had the metric. `best`: which value is the best.
-    `waited`: evaluations with the metric since then, none of which was better. `measured`: settings of the evaluations,
-    with others of which no value can be compared. `left`: the state of the best one by another measure that the run
-    had before, while none replaces it."""
+    """The best value of a metric so far, and the evaluation that it is from."""
 
     metric: str | None = None
+    """None: there is no best model."""
     step: int = 0
+    """Step of the best value."""
     value: float | None = None
+    """The best value; None before the first."""
     known: bool = False
+    """Whether an evaluation had the metric."""
     best: Best = Best.AUTO
+    """Which value is the best."""
     waited: int = 0
+    """Evaluations with the metric since then, none of which was better."""
     metrics: Mapping[str, float] = field(factory=dict)
+    """All metrics of that evaluation."""
     measured: Mapping[str, Any] = field(factory=dict)
+    """Settings of the evaluations: values under other settings cannot be compared."""
     left: Mapping[str, Any] = field(factory=dict)
+    """State of the best model by another measure that the run had before, while none replaces it."""
 
     @property
     def sought(self) -> Best:

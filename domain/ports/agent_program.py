@@ -14,21 +14,21 @@ ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
 @frozen(kw_only=True)
 class AgentTask:
-    """Task of an agent, and the address of the server that gives it replies.
-
-    Images in the messages of `prompt` are parts `{"type": "image_url", "image_url": {"url": ...}}` with data URIs, as
-    OpenAI's clients send them.
-    `root_url` is the session's address (what Anthropic's clients take), `base_url` the same with `/v1` (what OpenAI's
-    take); `api_key` goes with both. `model` is the name to ask for. With `unlearned_key` in the place of `api_key` the
-    same policy answers, and nothing is learned from it: as opponent in a game, simulated user or judge. With
-    `role_key(ROLE)` it answers as one of several roles, each of which learns from a reward of its own.
-    """
+    """Task of an agent, and the address of the server that gives it replies."""
 
     prompt: Prompt
+    """Images in its messages are parts `{"type": "image_url", "image_url": {"url": ...}}` with data URIs, as OpenAI's
+    clients send them."""
     root_url: str
+    """Address of the session, as Anthropic's clients take it; with `/v1` (`base_url`) as OpenAI's do."""
     api_key: str
+    """Key of both addresses. With `role_key(ROLE)` in its place the policy answers as one of several roles, each of
+    which learns from a reward of its own."""
     model: str
+    """Name to ask for."""
     unlearned_key: str = ""
+    """Key with which the same policy answers, and nothing is learned from it: as opponent in a game, simulated user or
+    judge."""
 
     @property
     def base_url(self) -> str:
@@ -48,13 +48,15 @@ class AgentTask:
 
 @frozen(kw_only=True)
 class AgentResult:
-    """Result of an episode: its `answer` (None: the last reply) and its `reward` (None: the run's reward judges it).
-    `rewards` has one for each role that replied, and excludes the other two."""
+    """Result of an episode."""
 
     answer: str | None = None
+    """None: the last reply."""
     reward: float | None = None
+    """None: the run's reward judges the answer."""
     metrics: Mapping[str, float] = field(factory=dict)
     rewards: Mapping[str, float] = field(factory=dict)
+    """Reward of each role that replied; it excludes the other two."""
 
 
 @runtime_checkable

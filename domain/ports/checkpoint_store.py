@@ -36,14 +36,14 @@ class PartInFiles(Protocol):
 
 @frozen(kw_only=True)
 class TrainingState:
-    """Everything that a run needs to continue after `step`. `state`: nested mappings and lists of numbers, texts and
-    tensors, which no later step changes, and in which `PartInFiles` may be saved; what is loaded has
-    `{STORED_IN: directory}` in their places. `description`: identifies the run, JSON-serialisable; None in states of
-    earlier versions."""
+    """Everything that a run needs to continue after `step`."""
 
     step: int
     state: Mapping[str, Any]
+    """Nested mappings and lists of numbers, texts and tensors, which no later step changes. What is saved may have
+    `PartInFiles` in it; what is loaded has `{STORED_IN: directory}` in their places."""
     description: Mapping[str, Any] | None
+    """Identifies the run, JSON-serialisable; None in states of earlier versions."""
 
 
 @runtime_checkable

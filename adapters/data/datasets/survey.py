@@ -46,21 +46,26 @@ class Rows(Protocol):
 
 @frozen
 class Survey:
-    """Result of a survey. `setting` names the dataset; `lengths`: tokens of each row's prompt; `limit`: tokens of the
-    longest prompt that is kept; `fingerprint`: sha256 of all rows in their order, which does not depend on the name;
-    `told`: tokens that a teacher reads in the place of each row's prompt, empty if it reads the prompt; `texts`:
-    hashes, of this process, of the prompts that are texts alone, of which there are `plain`; `tasks`: of their whole
-    rows; `datasources`: names of the datasets of all rows."""
+    """Result of a survey."""
 
     setting: str
+    """Setting that names the dataset."""
     lengths: tuple[int, ...]
+    """Tokens of each row's prompt."""
     limit: int
+    """Tokens of the longest prompt that is kept."""
     fingerprint: str
+    """Sha256 of all rows in their order, which does not depend on the name."""
     told: tuple[int, ...] = ()
+    """Tokens that a teacher reads in the place of each row's prompt; empty if it reads the prompt."""
     texts: frozenset[int] = field(default=frozenset(), eq=False, repr=False)
+    """Hashes, valid in this process, of the prompts that are texts alone."""
     tasks: frozenset[int] = field(default=frozenset(), eq=False, repr=False)
+    """Hashes of the whole rows of these prompts."""
     datasources: frozenset[str] = frozenset()
+    """Names of the datasets of all rows."""
     plain: int = 0
+    """Number of prompts that are texts alone."""
 
     def repeated(self, *, whole: bool = False) -> int:
         """Returns how many rows have the text of an earlier one, or if `whole` all columns; those with images are not

@@ -21,29 +21,36 @@ PARTS, PRIME = 8, 1_000_003
 
 @frozen(eq=False)
 class PreparedExamples:
-    """The examples of a dataset as arrays, by index; `rows` is the place of each in the data.
+    """The examples of a dataset as arrays.
 
-    `fingerprint` is that of the tokens. `origin` is that of the rows, the template and the settings, whatever the day;
-    `written_on` the date that a template wrote which writes it.
-
-    `tokens` int32 and `weights` float32 of all branches end to end, `lengths` and `prompt_lengths` int64 of each
-    branch, `branch_counts` int64, `row_weights` and `margins` float32 of each example; `labels` bool of each branch,
-    true for a good reply (the chosen one of a pair), false for all where rows have no labels.
+    An example has one branch or several, each with its tokens. Those of all branches lie end to end.
     """
 
     tokens: Any
+    """Int32, of all branches."""
     weights: Any
+    """Float32: weight of each token in the loss."""
     lengths: Any
+    """Int64: tokens of each branch."""
     prompt_lengths: Any
+    """Int64: tokens of the prompt of each branch."""
     branch_counts: Any
+    """Int64: branches of each example."""
     rows: Any
+    """Place of each example in the data."""
     row_weights: Any
+    """Float32: weight of each example."""
     margins: Any
+    """Float32: margin of each example."""
     labels: Any
+    """Bool: whether each branch is a good reply (the chosen one of a pair); false for all where rows have no labels."""
     report: DataReport
     fingerprint: str
+    """Of the tokens."""
     origin: str
+    """Fingerprint of the rows, the template and the settings, whatever the day."""
     written_on: str | None = None
+    """The date that the template wrote, if it writes one."""
     read_again: Callable[[int], Sequence[PlacedImages]] | None = None
     """Returns the images of each branch of a row, which are read when they are needed; None where rows have none."""
     names: Sequence[str] = field(default=(), repr=False)

@@ -29,10 +29,7 @@ class Dropped:
 
 @define(kw_only=True)
 class DataReport:
-    """Report on the rows of a dataset. `lengths` are percentiles of the tokens of used rows (all branches of a
-    row together), `over_limit` counts rows longer than the limit, whatever became of them. `first_rows`: the rows are
-    the first of a stream. `also_trained` counts used rows of held-out data that are trained on, too. `unread` names
-    the columns that nothing is read from."""
+    """Report on the rows of a dataset."""
 
     rows: int = 0
     used: int = 0
@@ -41,13 +38,18 @@ class DataReport:
     tokens: int = 0
     trained_tokens: int = 0
     over_limit: int = 0
+    """Rows longer than the limit, whatever became of them."""
     max_tokens: int = 0
     first_rows: bool = False
+    """Whether the rows are the first of a stream."""
     also_trained: int = 0
+    """Used rows of held-out data that are trained on, too."""
     unread: list[str] = Factory(list)
+    """Columns that nothing is read from."""
     dropped: dict[str, Dropped] = Factory(dict)
     anomalies: dict[str, int] = Factory(dict)
     lengths: dict[str, int] = Factory(dict)
+    """Percentiles of the tokens of used rows, all branches of a row together."""
 
     def drop(self, reason: Reason, place: str, sentence: str) -> None:
         """Counts a row that is not used; the first of each reason is the example."""

@@ -36,16 +36,19 @@ from rollgrad.domain.ports.models import Predictions
 
 @frozen(kw_only=True, eq=False)
 class ActionRows:
-    """The action tokens that this process computes, on the model's device: `actions_B`, their indices among all
-    `count`; `hidden_BH`, the hidden states that are read for them; `targets_B`, the tokens that are predicted there:
-    themselves, unless the batch asks for others. `places_B`, their indices in the batch, are on its device, where what
-    else a batch has of them is chosen: to ask a GPU for them would be to wait for its whole pass."""
+    """The action tokens that this process computes, on the model's device."""
 
     hidden_BH: Tensor
+    """Hidden states that are read for them."""
     targets_B: Tensor
+    """Tokens that are predicted there: the action tokens themselves, unless the batch asks for others."""
     actions_B: Tensor
+    """Their indices among all `count` action tokens."""
     places_B: Tensor
+    """Their indices in the batch, on the batch's device, where its other columns are chosen by them: to ask a GPU for
+    them would be to wait for its whole pass."""
     count: int
+    """Number of all action tokens."""
     routing: tuple[Tensor, ...] = ()
     """Result of `expert_balance.routed` over all tokens, if requested."""
 

@@ -21,16 +21,20 @@ has no gradient by a forward KL."""
 
 @frozen(kw_only=True, eq=False)
 class Pairs:
-    """P pairs of replies; the last axis is (chosen, rejected): `logprobs_P2` sums of the trained tokens' log-probs,
-    `ref_logprobs_P2` those under the reference (None without one), `lengths_P2` numbers of trained tokens. `divergence`
-    and its `alpha` are those of h. `opposites_P22`: the `opposites_S2` of both replies, where they are known."""
+    """P pairs of replies; the last axis is (chosen, rejected)."""
 
     logprobs_P2: Tensor
+    """Sums of the trained tokens' log-probs."""
     ref_logprobs_P2: Tensor | None
+    """The same under the reference; None without one."""
     lengths_P2: Tensor
+    """Numbers of trained tokens."""
     opposites_P22: Tensor | None = None
+    """`opposites_S2` of both replies; None where they are not known."""
     divergence: FDivergence = FDivergence.REVERSE_KL
+    """Divergence of h."""
     alpha: float = 1.0
+    """Parameter of the divergence of h."""
 
     @property
     def log_ratios_P2(self) -> Tensor:

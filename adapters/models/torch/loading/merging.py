@@ -53,17 +53,20 @@ TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}
 
 @frozen(kw_only=True)
 class MergedModel:
-    """A merged model. `base`: the model that the adapters were trained beside. `layers`: number of layers with
-    adapters. `difference`: mean difference of log-probs, or of a reward model's scores, from the model with adapters.
-    `dequantised`: whether its weights are dequantised ones. `tokenizer`: where its tokenizer and template are from."""
+    """A merged model."""
 
     base: str
+    """Model that the adapters were trained beside."""
     layers: int
+    """Number of layers with adapters."""
     dtype: str
     difference: float
+    """Mean difference of log-probs, or of a reward model's scores, from the model with adapters."""
     dequantised: bool
+    """Whether its weights are dequantised ones."""
     reward_model: bool
     tokenizer: str
+    """Where its tokenizer and template are from."""
 
 
 def merge_lora(

@@ -37,12 +37,10 @@ from rollgrad.domain.control.learning_rate import lr_factor
 
 @frozen(kw_only=True)
 class OptimizerSettings:
-    """Learning rate (peak), AdamW's constants, schedule over `total_steps` optimizer steps, and the norm to clip at
-    (0: never); with `muon`, hidden matrices are stepped by Muon, with `ema_beta` a moving average is kept,
-    which moves after every `ema_every` steps; `ema_saved` says whether it is written beside the model. `factors`:
-    learning rates of all steps as shares of the peak, in the place of the schedule; `own`: in the place of AdamW."""
+    """Settings of an optimizer: AdamW's where nothing else is set."""
 
     lr: float
+    """Learning rate; the peak of the schedule."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -51,13 +49,21 @@ class OptimizerSettings:
     min_lr_ratio: float = 0.1
     decay_ratio: float = 0.1
     max_norm: float = 1.0
+    """Norm that gradients are clipped at; 0 for never."""
     total_steps: int = 1
+    """Optimizer steps of the schedule."""
     muon: MuonSettings | None = None
+    """Steps hidden matrices by Muon; None does not."""
     ema_beta: float | None = None
+    """Keeps a moving average of the weights with this factor; None keeps none."""
     ema_every: int = 1
+    """Steps after which the moving average moves."""
     ema_saved: bool = True
+    """Whether the moving average is written beside the model."""
     factors: tuple[float, ...] | None = None
+    """Learning rates of all steps as shares of the peak, in the place of the schedule."""
     own: OwnOptimizer | None = None
+    """Optimizer in the place of AdamW."""
 
     def factor(self, step: int) -> float:
         """Returns the learning rate of the `step`-th optimizer step, from 0, as a share of the peak."""
