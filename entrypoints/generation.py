@@ -18,8 +18,8 @@ from rollgrad.adapters.data.replies import Row, chosen_rows, read_rows, reply_ro
 from rollgrad.adapters.data.reply_log import RowLog, read_description, row_log
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.adapters.rewards.none import NoReward
+from rollgrad.application.rollouts.failure_budget import FailureBudget
 from rollgrad.application.rollouts.generation import GenerationService
-from rollgrad.application.rollouts.groups import FailureBudget
 from rollgrad.application.settings.rules.generation import generation_errors, scoring_errors
 from rollgrad.application.settings.rules.resume import may_differ
 from rollgrad.application.settings.run import RLConfig

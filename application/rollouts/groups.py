@@ -7,33 +7,42 @@ failure; sample and group ids, and with them the seeds, depend on the position i
 import asyncio
 import itertools
 import math
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from functools import partial
 from statistics import fmean
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import structlog
 from attrs import evolve, field, frozen
 
 from rollgrad.application.rare_warning import RareWarning
+from rollgrad.application.rollouts.failure_budget import FailureBudget
 from rollgrad.application.rollouts.progress import Progress
 from rollgrad.application.rollouts.slots import EpisodeSlots
 from rollgrad.domain.algorithms.filtering import BY_FUNCTION, GroupFilter
 from rollgrad.domain.control.admission import Admission
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.episodes.rewards import FailureKind, RolloutFailure
+from rollgrad.domain.episodes.rewards import RolloutFailure
 from rollgrad.domain.episodes.trajectory import Trajectory
-from rollgrad.domain.errors import ConfigurationError, EngineError, RewardError, RollgradError
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 
-FAILURE_SHARE = 0.05
-"""Share of a rollout's episodes that may fail if no number is set: more than a flaky service fails now and then, and
-far less than a broken reward or environment does."""
+Episode = list[Trajectory] | RolloutFailure
+"""Result of an episode: its branches, or why it has none."""
 
 SILENT_SECONDS = 600.0
 """Seconds without a finished group after which a rollout says what it waits for, and again after as many: an agent or
@@ -120,35 +129,6 @@ def episode_score(branches: Iterable[_Scored]) -> float:
     return fmean({branch.role: branch.score for branch in branches}.values())
 
 
-class FailureBudget:
-    """Counts and logs failed episodes; tolerates `allowed` of them, by default `FAILURE_SHARE` of `episodes`."""
-
-    def __init__(self, allowed: int | None, episodes: int) -> None:
-        self._allowed = math.ceil(FAILURE_SHARE * episodes) if allowed is None else allowed
-        self._failures: Counter[FailureKind] = Counter()
-
-    def charge(self, failed: Iterable[RolloutFailure]) -> None:
-        """Adds failures.
-
-        Raises:
-            RewardError, EngineError: there are too many; the message ends with the last failure's.
-        """
-        failures = [failure for failure in failed if failure.kind is not FailureKind.NOT_APPLICABLE]
-        self._failures.update(failure.kind for failure in failures)
-        if failures and self._failures.total() > self._allowed:
-            raise _too_many(failures[-1], self._failures, self._allowed)
-        for failure in failures:
-            log.warning(
-                "an episode failed",
-                kind=failure.kind.value,
-                reason=failure.message,
-                group=failure.group_id,
-                sample=failure.sample_id,
-                failed=self._failures.total(),
-                tolerated=self._allowed,
-            )
-
-
 class RolloutService:
     """Plays groups of episodes.
 
@@ -204,9 +184,10 @@ class RolloutService:
             refill: whether another group is started after this finished one.
             group_ids: ids of the groups in the order of their prompts; by default from 0.
             greedy_baseline: also play each prompt greedily, for `RolloutGroup.baseline`.
-            judge: returns a group with what its samples are worth together.
-            doing: what it is for, for people who wait.
-            of: groups of the whole, of whose episodes failures are tolerated; by default `groups`.
+            judge: returns a group with the rewards that depend on several of its samples.
+            doing: what the groups are for, shown to people who wait.
+            of: number of groups whose episodes the tolerated share of failures is of, where some have been played
+                before; by default `groups`.
 
         Raises:
             RewardError, EngineError: more than `max_failures` episodes failed; the message ends with the last one's.
@@ -310,11 +291,10 @@ class RolloutService:
         on_end: Callable[[], None] = lambda: None,
     ) -> RolloutGroup:
         """Plays one group; the arguments are as for `stream`, and `on_end` is called after each episode."""
-
         clock = asyncio.get_running_loop().time
         seconds: dict[int, float] = {}
 
-        async def one(sample_id: int, settings: SamplingParams) -> list[Trajectory] | RolloutFailure:
+        async def episode(sample_id: int, settings: SamplingParams) -> Episode:
             async with slots:
                 seeded = evolve(settings, seed=sample_seed(self._seed, sample_id))
                 started = clock()
@@ -329,39 +309,55 @@ class RolloutService:
                 on_end()
                 return result
 
-        greedy = [evolve(params, temperature=0.0, top_p=1.0, top_k=0)] if greedy_baseline else []
-        episodes = [asyncio.create_task(one(group_id * samples + index, params)) for index in range(samples)]
-        episodes += [asyncio.create_task(one(group_id * samples, settings)) for settings in greedy]
-        try:
-            results = await asyncio.gather(*episodes)
-        except BaseException:  # an error of one leaves the others playing
-            for episode in episodes:
-                episode.cancel()
-            await asyncio.gather(*episodes, return_exceptions=True)
-            raise
+        episodes = [episode(group_id * samples + index, params) for index in range(samples)]
+        if greedy_baseline:
+            episodes.append(episode(group_id * samples, evolve(params, temperature=0.0, top_p=1.0, top_k=0)))
+        results = await _all_or_none(episodes)
+        sampled, greedy = results[:samples], results[samples:]
         failures = tuple(result for result in results if isinstance(result, RolloutFailure))
-        played = [result for result in results[:samples] if isinstance(result, list)]
-        baselines = [math.fsum(t.reward for t in result) for result in results[samples:] if isinstance(result, list)]
-        if greedy and any(t.role for result in results if isinstance(result, list) for t in result):
-            raise ConfigurationError(
-                "The episodes have several roles, but one greedy episode is the baseline of them all: set "
-                "--algo.advantage.estimator to group_norm or rloo, which compare each role with itself."
-            )
-        if len(baselines) < len(greedy):
-            played = []  # nothing to compare the samples with
+        baseline = _baseline(results, greedy[0]) if greedy else None
+        played = tuple(t for result in sampled if isinstance(result, list) for t in result)
+        if greedy and baseline is None:
+            played = ()  # nothing to compare the samples with
         group = RolloutGroup(
             group_id=group_id,
             prompt=prompt,
-            trajectories=tuple(trajectory for result in played for trajectory in result),
+            trajectories=played,
             failures=failures,
-            baseline=baselines[0] if baselines else None,
+            baseline=baseline,
             seconds=seconds,
         )
         return judge(group)
 
 
+async def _all_or_none(episodes: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Returns the results of episodes that are played at once; an error of one ends the others before it is raised."""
+    tasks = [asyncio.create_task(episode) for episode in episodes]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _baseline(results: Sequence[Episode], greedy: Episode) -> float | None:
+    """Returns the reward of the greedy episode, with which the samples are compared; None if it failed.
+
+    Raises:
+        ConfigurationError: an episode has several roles, which one number cannot be the baseline of.
+    """
+    if any(t.role for result in results if isinstance(result, list) for t in result):
+        raise ConfigurationError(
+            "The episodes have several roles, but one greedy episode is the baseline of them all: set "
+            "--algo.advantage.estimator to group_norm or rloo, which compare each role with itself."
+        )
+    return math.fsum(t.reward for t in greedy) if isinstance(greedy, list) else None
+
+
 async def not_in_silence(wait: Callable[[], Awaitable[Result]], groups: int) -> Result:
-    """Returns what `wait` returns; logs every `SILENT_SECONDS` that it still waits, for `groups` that are being
+    """Returns what `wait` returns; every `SILENT_SECONDS` it logs that it still waits for `groups` that are being
     played."""
     silent = 0.0
     while True:
@@ -376,14 +372,3 @@ async def not_in_silence(wait: Callable[[], Awaitable[Result]], groups: int) -> 
                 groups_in_flight=groups,
                 bound=BOUND,
             )
-
-
-def _too_many(last: RolloutFailure, failures: "Counter[FailureKind]", allowed: int) -> RollgradError:
-    kind = RewardError if last.kind is FailureKind.REWARD else EngineError
-    if allowed == 0:
-        return kind(last.message)
-    counts = ", ".join(f"{count} {name.value}" for name, count in failures.items())
-    return kind(
-        f"{failures.total()} episodes failed ({counts}), and {allowed} may (--rollout.max_failures); the last one: "
-        f"{last.message}"
-    )

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from rollgrad.application.foreign import error_text
-from rollgrad.application.rollouts.groups import FailureBudget, RolloutGroup, RolloutService, not_in_silence
+from rollgrad.application.rollouts.failure_budget import FailureBudget
+from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService, not_in_silence
 from rollgrad.application.rollouts.prompt_dealer import Deal, PromptDealer
 from rollgrad.application.rollouts.sampler import SamplingPlan, exhausted, sampling_metrics, unrewarded
 from rollgrad.domain.algorithms.curriculum import Curriculum
