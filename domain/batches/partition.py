@@ -7,35 +7,38 @@ Work is counted in distinct tokens: what sequences of a group begin with alike i
 
 import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 
 from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.batches.prefixes import SharedPrefixes
 
 REPEATS = 4
-"""Tokens of a pass with repeats, as a multiple of its budget at most: each sequence has keys of its own for the prefix
-that it shares, in every layer, and of a token's memory keys and values are a tenth or less."""
+"""Largest sum of the lengths of a pass's sequences, as a multiple of its budget of distinct tokens. In every layer each
+sequence has keys and values of its own, also of a prefix that it shares; they are a tenth of a token's memory or
+less."""
 
 PASS_SHARE = 8
-"""Passes whose fixed costs (launches, weights that are gathered) are taken for the time of a full pass of tokens."""
+"""Number of passes whose fixed costs (launches, gathering weights) are taken to be as long as a full pass of tokens."""
 
 NEARLY_FAIR = 1.02
-"""Largest part over the least possible at which no better division is looked for."""
+"""Ratio of the largest part to the least possible one at which no better division is looked for."""
 
 
 @frozen
 class Piece:
-    """Sequences that stay together in a forward pass. `tokens` are distinct; the other pieces of its `group` have the
-    first `shared` of them, too. `repeated` is the sum of the sequences' lengths."""
+    """Sequences that stay together in a forward pass."""
 
     sequences: list[int]
     group: int
     tokens: int
+    """Distinct tokens."""
     repeated: int
+    """Sum of the lengths of the sequences."""
     shared: int = 0
+    """How many first tokens all pieces of the group have in common."""
 
 
 def minibatches(count: int, parts: int, generator: torch.Generator) -> list[list[int]]:
@@ -48,57 +51,82 @@ def minibatches(count: int, parts: int, generator: torch.Generator) -> list[list
 
 
 def pieces(batch: PackedBatch, largest: int, prefixes: SharedPrefixes) -> list[Piece]:
-    """Returns the sequences that stay together, those of a group in a row: the units; but if a unit has more than
-    `largest` distinct tokens and no loss compares its sequences, it is cut into runs of sequences that have not."""
-    units: dict[int, list[int]] = {}
-    for sequence, unit in enumerate(batch.unit_ids_S.tolist()):
-        units.setdefault(unit, []).append(sequence)
-    lengths: list[int] = batch.lengths_S.tolist()
+    """Returns the sequences that stay together, those of a group in a row: the units. A unit with more than `largest`
+    distinct tokens is cut into runs of sequences with at most as many, if no loss compares its sequences."""
+    overlaps = _Overlaps(prefixes, batch.lengths_S.tolist())
     groups: list[int] = batch.group_ids_S.tolist()
-    place = [0] * len(lengths)
-    for number, sequence in enumerate(prefixes.order):
-        place[sequence] = number
-
-    def common(one: int, other: int) -> int:
-        return min(prefixes.shared[place[one] + 1 : place[other] + 1])
-
-    def distinct(sequences: list[int]) -> int:
-        if len(sequences) == 1:
-            return lengths[sequences[0]]
-        ranked = sorted(sequences, key=place.__getitem__)
-        return sum(lengths[s] for s in ranked) - sum(map(common, ranked, ranked[1:]))
-
-    together: dict[int, list[list[int]]] = {}
-    for unit in units.values():
-        runs = together.setdefault(groups[unit[0]], [])
-        if not batch.units_divisible or distinct(unit) <= largest:
-            runs.append(unit)
-            continue
-        runs.append(unit[:1])
-        for sequence in unit[1:]:
-            if distinct([*runs[-1], sequence]) <= largest:
-                runs[-1].append(sequence)
-            else:
-                runs.append([sequence])
+    together: dict[int, list[list[int]]] = {}  # by group
+    for unit in _members(batch.unit_ids_S.tolist()):
+        whole = not batch.units_divisible or overlaps.distinct(unit) <= largest
+        together.setdefault(groups[unit[0]], []).extend([unit] if whole else _cut(unit, largest, overlaps))
     found: list[Piece] = []
     for group, runs in together.items():
-        firsts = sorted((run[0] for run in runs), key=place.__getitem__)
-        shared = common(firsts[0], firsts[-1]) if len(runs) > 1 else 0
-        found += [Piece(run, group, distinct(run), sum(lengths[s] for s in run), shared) for run in runs]
+        shared = overlaps.common([run[0] for run in runs]) if len(runs) > 1 else 0
+        found += [Piece(run, group, overlaps.distinct(run), overlaps.repeated(run), shared) for run in runs]
     return found
 
 
+class _Overlaps:
+    """Counts the tokens of sequences of one group, and those that they begin with alike."""
+
+    def __init__(self, prefixes: SharedPrefixes, lengths: list[int]) -> None:
+        self._lengths = lengths
+        self._shared = prefixes.shared
+        self._places = [0] * len(lengths)  # of the sequences in the order of their tokens
+        for place, sequence in enumerate(prefixes.order):
+            self._places[sequence] = place
+
+    def repeated(self, sequences: Sequence[int]) -> int:
+        """Returns the sum of their lengths."""
+        return sum(self._lengths[sequence] for sequence in sequences)
+
+    def distinct(self, sequences: Sequence[int]) -> int:
+        """Returns the number of their distinct tokens."""
+        if len(sequences) == 1:
+            return self._lengths[sequences[0]]
+        places = sorted(self._places[sequence] for sequence in sequences)
+        return self.repeated(sequences) - sum(itertools.starmap(self._common, itertools.pairwise(places)))
+
+    def common(self, sequences: Sequence[int]) -> int:
+        """Returns how many first tokens all of several sequences have in common."""
+        places = [self._places[sequence] for sequence in sequences]
+        return self._common(min(places), max(places))
+
+    def _common(self, first: int, last: int) -> int:
+        return min(self._shared[first + 1 : last + 1])
+
+
+def _members(ids: Sequence[int]) -> list[list[int]]:
+    """Returns the indices that have each id, by the ids' first appearance."""
+    members: dict[int, list[int]] = {}
+    for index, key in enumerate(ids):
+        members.setdefault(key, []).append(index)
+    return [*members.values()]
+
+
+def _cut(unit: Sequence[int], largest: int, overlaps: _Overlaps) -> list[list[int]]:
+    """Cuts a unit into runs of sequences with at most `largest` distinct tokens, or of one sequence."""
+    runs = [[unit[0]]]
+    for sequence in unit[1:]:
+        if overlaps.distinct([*runs[-1], sequence]) <= largest:
+            runs[-1].append(sequence)
+        else:
+            runs.append([sequence])
+    return runs
+
+
 def micro_batches(pieces: Sequence[Piece], max_tokens: int, passes: int = 0) -> list[list[Piece]]:
-    """Divides pieces into consecutive runs of at most `max_tokens` distinct tokens: no more than needed, or than
-    `passes`, and of similar size. A longer piece is a run of its own. A group that has room in a run of its own is cut
-    only if what is then computed twice is little to the room that is filled."""
+    """Divides pieces into consecutive runs of at most `max_tokens` distinct tokens and of similar size. There are as
+    few as possible, or `passes` if those are more. A longer piece is a run of its own. A group that fits in one run is
+    cut only if what is then computed twice is little compared with the room that is filled."""
     groups = [_Neighbours.of(group) for group in _groups(pieces)]
     runs, work = _runs(groups, max_tokens)
     most = max(len(runs), passes)
     if most <= 1:
         return runs
+    # The smallest cap at which there are no more runs, and no more work, balances them: it is found by bisection.
     low, high = max(1, min(max_tokens, -(-work // max(1, most)))), max_tokens
-    while low < high:  # the smallest cap that needs no more runs, nor more work, balances them
+    while low < high:
         middle = (low + high) // 2
         found, computed = _runs(groups, middle)
         if len(found) <= most and computed <= work:
@@ -132,7 +160,7 @@ class _Neighbours:
 def _runs(groups: Sequence[_Neighbours], cap: int) -> tuple[list[list[Piece]], int]:
     """Returns runs of at most `cap` distinct tokens, and the distinct tokens of all of them."""
     runs: list[list[Piece]] = []
-    tokens, repeated, work = cap, 0, 0
+    tokens, repeated, work = cap, 0, 0  # tokens of the last run: at first there is none, which is as a full one
     most_repeated = REPEATS * cap
     for group in groups:
         shared = group.shared
@@ -140,6 +168,7 @@ def _runs(groups: Sequence[_Neighbours], cap: int) -> tuple[list[list[Piece]], i
             runs[-1].extend(group.pieces)
             tokens, repeated, work = tokens + group.tokens, repeated + group.repeated, work + group.tokens
             continue
+        # A cut group computes its prefix twice: it begins in the room that is left only where that costs little.
         begins = shared * PASS_SHARE > cap - tokens
         for number, piece in enumerate(group.pieces):
             more = piece.tokens - (shared if number and not begins else 0)
@@ -171,56 +200,87 @@ def divided(pieces: Sequence[Piece], parts: int) -> list[list[Piece]]:
     groups = _groups(pieces)
     if not any(len(group) > 1 and group[0].shared for group in groups):
         return [[pieces[i] for i in part] for part in balanced_partitions([p.tokens for p in pieces], parts)]
-    fair = NEARLY_FAIR * least_possible(pieces, parts)
-    # By part and group; the groups by size, each to the part that has least (Graham 1969).
-    held: list[dict[int, list[Piece]]] = [{} for _ in range(parts)]
-    heap = [(0, part) for part in range(parts)]
-    for group in sorted(groups, key=distinct_tokens, reverse=True):
-        load, part = heap[0]
-        held[part][group[0].group] = group
-        heapq.heapreplace(heap, (load + distinct_tokens(group), part))
-    loads = [load for load, _ in sorted(heap, key=lambda entry: entry[1])]
-    while max(loads) > fair:
-        largest, smallest = loads.index(max(loads)), loads.index(min(loads))
-        moves = [_move(group, loads[largest], loads[smallest], held[smallest]) for group in held[largest].values()]
-        pair, moved = min(moves, key=lambda move: max(move[0]))
-        if max(pair) >= loads[largest]:
-            break
-        loads[largest], loads[smallest] = pair
-        number = moved[0].group
-        held[smallest].setdefault(number, []).extend(moved)
-        gone = {id(piece) for piece in moved}
-        held[largest][number] = [piece for piece in held[largest][number] if id(piece) not in gone]
-        if not held[largest][number]:
-            del held[largest][number]
-    places = {p.sequences[0]: part for part, own in enumerate(held) for group in own.values() for p in group}
+    dealt = _deal(groups, parts)
+    _level(dealt, NEARLY_FAIR * least_possible(pieces, parts))
+    part_of = {id(piece): n for n, part in enumerate(dealt) for group in part.groups.values() for piece in group}
     found: list[list[Piece]] = [[] for _ in range(parts)]
     for piece in pieces:
-        found[places[piece.sequences[0]]].append(piece)
+        found[part_of[id(piece)]].append(piece)
     return found
 
 
-def _move(
-    group: list[Piece], largest: int, smallest: int, there: Mapping[int, object]
-) -> tuple[tuple[int, int], list[Piece]]:
-    """Returns the pieces of a group whose move from the largest part to the smallest, which has the groups `there`,
-    comes nearest to halving their difference, and the tokens that the two have then."""
+@define
+class _Part:
+    """A part: its distinct tokens, and the pieces that it has of each group."""
+
+    tokens: int = 0
+    groups: dict[int, list[Piece]] = field(factory=dict)
+
+    def give(self, pieces: list[Piece], other: "_Part") -> None:
+        """Gives pieces of one group to another part, without counting tokens."""
+        group, given = pieces[0].group, {id(piece) for piece in pieces}
+        other.groups.setdefault(group, []).extend(pieces)
+        self.groups[group] = [piece for piece in self.groups[group] if id(piece) not in given]
+        if not self.groups[group]:
+            del self.groups[group]
+
+
+def _deal(groups: Sequence[list[Piece]], parts: int) -> list[_Part]:
+    """Deals out whole groups by size, the largest first, each to the part that has least (Graham 1969)."""
+    dealt = [_Part() for _ in range(parts)]
+    heap = [(0, number) for number in range(parts)]
+    for group in sorted(groups, key=distinct_tokens, reverse=True):
+        part = dealt[heap[0][1]]
+        part.groups[group[0].group] = group
+        part.tokens += distinct_tokens(group)
+        heapq.heapreplace(heap, (part.tokens, heap[0][1]))
+    return dealt
+
+
+def _level(parts: Sequence[_Part], fair: float) -> None:
+    """Moves pieces from the largest part to the smallest, until no part has more than `fair` tokens or no move makes
+    the largest smaller."""
+    while max(part.tokens for part in parts) > fair:
+        largest = max(parts, key=lambda part: part.tokens)
+        smallest = min(parts, key=lambda part: part.tokens)
+        move = min((_best_move(group, largest, smallest) for group in largest.groups.values()), key=_Move.larger)
+        if move.larger() >= largest.tokens:
+            break
+        largest.give(move.pieces, smallest)
+        largest.tokens, smallest.tokens = move.largest, move.smallest
+
+
+@frozen
+class _Move:
+    """A move of pieces from the largest part to the smallest, and the tokens that the two have afterwards."""
+
+    pieces: list[Piece]
+    largest: int
+    smallest: int
+
+    def larger(self) -> int:
+        """Returns the tokens of the larger of the two."""
+        return max(self.largest, self.smallest)
+
+
+def _best_move(group: list[Piece], largest: _Part, smallest: _Part) -> _Move:
+    """Returns the move of pieces of a group that comes nearest to halving the difference of the two parts."""
     shared = group[0].shared
-    again = 0 if group[0].group in there else shared
-    room, moved = (largest - smallest - again) / 2, list[Piece]()
+    repeated = 0 if group[0].group in smallest.groups else shared  # what the smallest has to compute, too
+    room, moved = (largest.tokens - smallest.tokens - repeated) / 2, list[Piece]()
     least = min(piece.tokens for piece in group)
     for piece in sorted(group, key=lambda piece: piece.tokens, reverse=True):
         if piece.tokens - shared <= room or (piece.tokens == least and not moved):
             moved.append(piece)
             room -= piece.tokens - shared
     tokens = sum(piece.tokens - shared for piece in moved)
-    left = largest - tokens - (shared if len(moved) == len(group) else 0)
-    return (left, smallest + tokens + again), moved
+    left = largest.tokens - tokens - (shared if len(moved) == len(group) else 0)
+    return _Move(moved, left, smallest.tokens + tokens + repeated)
 
 
 def least_possible(pieces: Sequence[Piece], parts: int) -> int:
-    """Returns the least that the largest of `parts` parts can have: a fair share of the distinct tokens and, where
-    there are more parts than groups, of a shared prefix more for each part more."""
+    """Returns the least number of tokens that the largest of `parts` parts can have: a fair share of the distinct
+    tokens and, where there are more parts than groups, of the shared prefixes that are then computed again."""
     groups = _groups(pieces)
     more = max(0, min(parts, len(pieces)) - len(groups))
     again = sorted(group[0].shared for group in groups for _ in group[1:])[:more]
@@ -232,10 +292,8 @@ def padded_passes(batch: PackedBatch, max_tokens: int, shares: int) -> list[list
     the longest first. Each share has at most `max_tokens` tokens, padding included, or one unit; the largest is as
     small as so many passes let it be."""
     lengths: list[int] = batch.lengths_S.tolist()
-    units: dict[int, list[int]] = {}
-    for sequence, unit in enumerate(range(len(batch)) if batch.units_divisible else batch.unit_ids_S.tolist()):
-        units.setdefault(unit, []).append(sequence)
-    ordered = sorted(units.values(), key=lambda unit: max(lengths[s] for s in unit), reverse=True)
+    units = _members(range(len(batch)) if batch.units_divisible else batch.unit_ids_S.tolist())
+    ordered = sorted(units, key=lambda unit: max(lengths[s] for s in unit), reverse=True)
 
     def runs(cap: int) -> list[list[int]]:
         found: list[list[int]] = []
