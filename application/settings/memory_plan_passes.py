@@ -137,40 +137,67 @@ def exchanged_bytes(
 def head_bytes(
     config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, gpu: int, *, gradients: bool = False
 ) -> int:
-    """Returns what the output embedding holds at its peak on a GPU of `gpu` bytes, or without one (0): a slice of
-    float32 logits, its softmax and their product, or `FUSED_LOGITS`, and of its gradient a float32 sum, a product and,
-    in another format, the sum in it (`adapters.models.torch.heads.chunked_logprobs`, whose slices these are). Where
-    agents may prescribe the form of replies, also a bit for each action token and token of the vocabulary, twice on a
-    CPU, and what a slice makes of its own (`adapters.models.torch.heads.allowed_tokens`). With score centering an
-    update also holds `CENTRED_BYTES` of each likely token.
+    """Returns what the output embedding holds at its peak, in a pass of so many tokens.
+
+    That is a slice of logits with what is computed of it (`adapters.models.torch.heads.chunked_logprobs`). A model that
+    is trained adds the gradient of the output embedding: a float32 sum, a product and, in another format, the sum in
+    it; and with score centering `CENTRED_BYTES` of each likely token. Where agents may prescribe the form of replies,
+    there is also a bit for each action token and token of the vocabulary, twice on a CPU
+    (`adapters.models.torch.heads.allowed_tokens`).
 
     Where two rows of it alone are read (`adapters.models.torch.heads.scorers.OutcomeScorer`), these are the hidden
     states in float32, their gradient, and that of all rows. Processes that divide the vocabulary compute all rows
     there, too.
+
+    Args:
+        config: of the run.
+        shape: of the model.
+        tokens: of the pass.
+        compute_bytes: of a number of the weights.
+        gpu: bytes of the GPU; 0 without one.
+        gradients: whether the model is trained.
     """
     if shape.compares and config.ds.tensor_parallel_size == 1:
         return tokens * shape.hidden * 2 * FLOAT32_BYTES + (0 if shape.adapters else shape.embedding * compute_bytes)
-    clients = config.train.agent_func_path is not None or config.agent.command is not None
+    prescribed = _may_prescribe(config)
+    actions = _actions_of(config, tokens, prescribed)
+    logits = actions * shape.embedding // shape.hidden  # V a token; the embedding has V x H numbers
+    masks = math.ceil(logits / 8) * (1 if gpu else 2) if prescribed else 0
+    slices = _slice_bytes(config, logits * FLOAT32_BYTES, compute_bytes, gpu)
+    if not gradients:
+        return masks + slices
+    centred = actions * config.algo.score_centering_top_k * CENTRED_BYTES
+    if shape.adapters:  # the output embedding is frozen
+        return masks + centred + slices
+    of_gradient = FLOAT32_BYTES + (2 * compute_bytes if compute_bytes < FLOAT32_BYTES else 0)
+    return masks + centred + slices + shape.embedding // config.ds.tensor_parallel_size * of_gradient
+
+
+def _may_prescribe(config: RLConfig) -> bool:
+    """Returns whether agents are programs, which may prescribe the form of replies."""
+    return config.train.agent_func_path is not None or config.agent.command is not None
+
+
+def _actions_of(config: RLConfig, tokens: int, prescribed: bool) -> int:
+    """Returns how many of so many tokens may be action tokens."""
     # An agent's replies may be nearly all of its tokens; those to one prompt follow one copy of it.
     replies = config.rollout.n_samples_per_prompt * config.rollout.max_new_tokens
-    share = 1.0 if clients or config.agent.plays else replies / group_tokens(config)
-    actions = math.ceil(min(1.0, share) * tokens)
-    choices = actions * shape.embedding // shape.hidden
-    logits = choices * FLOAT32_BYTES
-    masks = math.ceil(choices / 8) * (1 if gpu else 2) if clients else 0
-    of_gradient = FLOAT32_BYTES + (2 * compute_bytes if compute_bytes < FLOAT32_BYTES else 0)
-    size = config.ds.tensor_parallel_size
+    share = 1.0 if prescribed or config.agent.plays else replies / group_tokens(config)
+    return math.ceil(min(1.0, share) * tokens)
+
+
+def _slice_bytes(config: RLConfig, logit_bytes: int, compute_bytes: int, gpu: int) -> int:
+    """Returns the bytes of a slice of float32 logits, and of what is computed of it, if all logits have `logit_bytes`:
+    its softmax and their product, or less where a GPU fuses these, and masks where agents prescribe replies."""
     at_once = max(64 * MIB, gpu // 64)
     fused = gpu and not config.actor.deterministic
     if config.algo.kl.estimator == KLEstimator.FULL:  # each process has the logits of the whole vocabulary
-        slices = (FUSED_DISTILLED_LOGITS if fused else DISTILLED_LOGITS) * min(logits, at_once // DISTILLED_SLICES)
-    else:
-        in_slice: float = LOGITS_OF_A_SLICE + (MASKED_LOGITS if clients else 0)
-        if fused and not clients:
-            in_slice = FUSED_LOGITS if config.actor.float32_head else FUSED_LOGITS * compute_bytes / FLOAT32_BYTES
-        slices = math.ceil(in_slice * min(logits // size, at_once))
-    centred = actions * config.algo.score_centering_top_k * CENTRED_BYTES if gradients else 0
-    return masks + centred + slices + (shape.embedding // size * of_gradient if gradients and not shape.adapters else 0)
+        return (FUSED_DISTILLED_LOGITS if fused else DISTILLED_LOGITS) * min(logit_bytes, at_once // DISTILLED_SLICES)
+    prescribed = _may_prescribe(config)
+    copies: float = LOGITS_OF_A_SLICE + (MASKED_LOGITS if prescribed else 0)
+    if fused and not prescribed:
+        copies = FUSED_LOGITS if config.actor.float32_head else FUSED_LOGITS * compute_bytes / FLOAT32_BYTES
+    return math.ceil(copies * min(logit_bytes // config.ds.tensor_parallel_size, at_once))
 
 
 def embedded_bytes(config: RLConfig, shape: ModelShape, compute_bytes: int) -> int:
