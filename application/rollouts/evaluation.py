@@ -108,13 +108,21 @@ class EvaluationService:
         on_group: Callable[[RolloutGroup], object] = lambda group: None,
         kept: Sequence[PromptResult] = (),
     ) -> dict[str, float]:
-        """Returns `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, `eval/best@k`, `eval/maj@n`, standard errors,
-        lengths, truncation, `eval/failed`, the number of failed episodes, what these tell of themselves
-        (`eval/turns`), and what the named parts of the reward contribute to its mean (`eval/part/NAME`). With several
-        data sources, up to `MOST_SETS`, there are also scores and parts as `eval/<source>/...`. Prompts without any
-        rewarded reply are left out. `step`: updates of the run before it, None outside a run. `on_group` is told the
-        replies to each prompt when they are there. `kept` has what an evaluation that ended early has found of some
-        prompts, which are not played again. One that ends early logs the scores until then, and keeps the replies.
+        """Returns the metrics of an evaluation. Prompts without any rewarded reply are left out of them.
+
+        - Scores: `eval/pass@1`, `eval/pass@k` (unbiased), `eval/mean@n`, `eval/best@k`, `eval/maj@n`, and standard
+          errors.
+        - `eval/part/NAME`: what the named parts of the reward contribute to its mean.
+        - `eval/NAME/...`: scores and parts of each data source, if there are several, up to `MOST_SETS`.
+        - `eval/failed`: the number of failed episodes; lengths and truncation of the others, and what these tell of
+          themselves (`eval/turns`).
+
+        An evaluation that ends early logs the scores until then, and keeps the replies.
+
+        Args:
+            step: updates of the run before it; None outside a run.
+            on_group: is told the replies to each prompt when they are there.
+            kept: results of prompts that an evaluation which ended early has found; they are not played again.
 
         Raises:
             RewardError, EngineError: too many episodes failed, or no reply has a reward.

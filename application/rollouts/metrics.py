@@ -17,13 +17,17 @@ def sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> dict[str, float]:
-    """Returns the metrics of a rollout: rewards and lengths (of all branches; lengths also by outcome), group spread,
-    groups all of whose samples passed or failed, and the reward's own metrics, but for those of the names of others.
+    """Returns the metrics of a rollout.
 
-    `rollout/entropy` is `sampled_entropy`, `rollout/duplicate_share` the share of samples that repeat the tokens of an
-    earlier one of their group, `rollout/reward_length_correlation` Pearson's of reward and length over all samples,
-    missing if one of them is constant. Of prompts from several datasources some metrics are each one's, too, as
-    `reward/mean/NAME`; and so of several roles, each of whose plays counts as a sample.
+    - Rewards and lengths of samples, summed over their branches; lengths also of samples that passed and that failed.
+    - The spread of scores in groups, and the share of groups all of whose samples passed, or failed.
+    - `rollout/entropy`: `sampled_entropy`.
+    - `rollout/duplicate_share`: the share of samples that repeat the tokens of an earlier one of their group.
+    - `rollout/reward_length_correlation`: Pearson's correlation of reward and length over all samples; missing if one
+      of them is constant.
+    - `reward/NAME`: the mean of each of the reward's own metrics, unless another metric has its name.
+    - Some metrics of each datasource, if there are several, as `reward/mean/NAME`; likewise of each role, each of whose
+      plays counts as a sample.
     """
     groups = [part for group in groups for part in group.of_roles]
     samples = [sample for group in groups for sample in group.samples]

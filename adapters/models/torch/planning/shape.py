@@ -28,14 +28,20 @@ def model_shape(
     sequence_parallel_size: int = 1,
     images: bool = False,
 ) -> ModelShape:
-    """Returns the shape of a model, with the adapters of `lora`, from its configuration alone: it is built without
-    memory for its weights. `key` is the setting that names it; `expert_parallel_size` processes divide its experts,
-    `sequence_parallel_size` its sequences; `images`: whether it is loaded to see some.
+    """Returns the shape of a model from its configuration alone: it is built without memory for its weights.
+
+    Args:
+        key: setting that names the model.
+        name: hub name or directory.
+        lora: settings of its adapters; None for none.
+        expert_parallel_size: processes that divide its experts.
+        sequence_parallel_size: processes that divide its sequences.
+        images: whether it is loaded to see images.
 
     Raises:
         CheckpointError: there is no such model.
-        ConfigurationError: a target module of `lora` is no linear layer of it, it has no 4-bit form, its experts
-            cannot be divided, of which the actor must have some, or its states cannot.
+        ConfigurationError: a target module of `lora` is no linear layer of it; it has no 4-bit form; its experts or
+            states cannot be divided; or it is an actor without the experts that are to be divided.
     """
     from transformers import AutoConfig
 
