@@ -1,6 +1,6 @@
 """Rows of ranked replies: the best against the worst is a preference pair, or each better one against each worse.
 
-Does not own: how a pair is read (`formats`).
+Does not own: how a pair is read (`pairs`).
 """
 
 import itertools
