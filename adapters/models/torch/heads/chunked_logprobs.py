@@ -112,45 +112,50 @@ class _ChunkedLogprobs(torch.autograd.Function):
         also: Tensor | None,
     ) -> tuple[Tensor, ...]:
         mean, collision = correct and mean, correct and collision
+        names = _column_names(correct, mean, collision)
         rows = max(1, chunk_bytes(hidden.device) // (4 * weight.shape[0]))
-        # The targets are the first of the tokens that are asked for.
+        # The targets are the first of the tokens whose logits are asked for.
         asked = targets[:, None] if also is None else torch.cat([targets[:, None], also], 1)
         index, mine = vocabulary.rows(asked, len(weight))
-        found = 2 + correct + 2 * mean + collision
-        columns = torch.empty(found + index.shape[1], len(hidden), dtype=torch.float32, device=hidden.device)
+        columns = torch.empty(len(names) + index.shape[1], len(hidden), dtype=torch.float32, device=hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             restrict = _restriction(allowed, start, vocabulary.first)
             of = (temperature, index[part], mine[part], (correct, mean, collision))
             columns[:, part] = _of_logits(_columns, hidden[part], weight, bias, form, restrict, *of)
+        # What each process P found of its rows of the vocabulary, [P, A] by name, is joined to what holds for all rows.
         gathered = vocabulary.gathered(columns)
-        lse, own, *more = gathered[:, :found].unbind(1)
+        found = dict(zip(names, gathered[:, : len(names)].unbind(1), strict=True))
+        lse = found["lse"]
         normaliser = torch.logsumexp(lse, dim=0)
-        logits = gathered[:, found:].sum(0)
+        logits = gathered[:, len(names) :].sum(0)  # each token is in the rows of one process; the others have 0
         logprobs = logits[0] - normaliser
         further = [] if also is None else [(logits[1:] - normaliser).t()]
-        entropy = ((lse - normaliser).exp() * (own + normaliser - lse.clamp(min=NO_MASS))).sum(0)
+        share = (lse - normaliser).exp()  # of the probability
+        entropy = (share * (found["entropy"] + normaliser - lse.clamp(min=NO_MASS))).sum(0)
         ctx.save_for_backward(hidden, weight, bias, index, mine, normaliser, entropy)
         ctx.temperature, ctx.rows, ctx.vocabulary, ctx.form = temperature, rows, vocabulary, form
         ctx.allowed, ctx.mean, ctx.further = allowed, mean, bool(further)
         ctx.set_materialize_grads(False)
         if not correct:
             return logprobs, entropy, *further
-        best, *more = more
-        correct_A = (logits[0] >= best.amax(0)).float()
+        correct_A = (logits[0] >= found["best"].amax(0)).float()
         means: list[Tensor] = []
         if mean:
-            totals, counts, *more = more
+            total, size = found["log_softmax_sum"], found["size"]
             # The sums are of each process's own log-softmax, over its rows alone.
-            means = [(totals + counts * (lse - normaliser).clamp(min=NO_CHANCE)).sum(0) / counts.sum(0)]
-            ctx.size = counts.sum(0)
-        collisions = [-((2 * (lse - normaliser)).exp() * square).sum(0).log() for square in more]
+            means = [(total + size * (lse - normaliser).clamp(min=NO_CHANCE)).sum(0) / size.sum(0)]
+            ctx.size = size.sum(0)
+        collisions: list[Tensor] = []
+        if collision:
+            collisions = [-((2 * (lse - normaliser)).exp() * found["collision"]).sum(0).log()]
         ctx.mark_non_differentiable(correct_A, *collisions)
         return logprobs, entropy, correct_A, *means, *collisions, *further
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *others: Tensor | None) -> Any:
         hidden, weight, bias, index, mine, normaliser, entropy = ctx.saved_tensors
+        # The other results are, in this order, correct_A, the mean, the collision entropy and the further log-probs.
         grad_mean = others[1] if ctx.mean else None
         pulls = grad_logprobs if grad_logprobs is None else grad_logprobs[:, None]
         if ctx.further and others[-1] is not None:
@@ -221,6 +226,18 @@ def of_product(product: Tensor, function: Callable[..., Tensor], form: LogitForm
     return function(form.formed(product), form, None, *others)
 
 
+def _column_names(correct: bool, mean: bool, collision: bool) -> list[str]:
+    """Returns the names of the first rows of `_columns`."""
+    names = ["lse", "entropy"]
+    if correct:
+        names.append("best")
+    if mean:
+        names += ["log_softmax_sum", "size"]
+    if collision:
+        names.append("collision")
+    return names
+
+
 def _columns(
     logits: Tensor,
     form: LogitForm,
@@ -230,9 +247,12 @@ def _columns(
     mine_AJ: Tensor,
     wanted: tuple[bool, bool, bool],
 ) -> Tensor:
-    """Returns what is to be known of rows of logits [K, A]: their logsumexp, and minus the mean of the log-softmax;
-    then, if `wanted`, the largest logit, the sum of the log-softmax and the number of logits, and the probability of
-    meeting a token twice; last the logits of the J tokens of `index_AJ`. It overwrites the logits."""
+    """Returns what is to be known of the logits of A positions, [K, A], and overwrites the logits.
+
+    The rows are their logsumexp, and the entropy of their softmax; then, if `wanted`, the largest logit, the sum of the
+    log-softmax and the number of logits, and the probability that two draws are the same token (`_column_names`); last
+    the logits of the J tokens of `index_AJ`.
+    """
     correct, mean, collision = wanted
     if temperature != 1.0:
         logits.div_(temperature)
