@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
+from attrs import define, field
 
 from rollgrad.adapters.engines.embedded.decoding import Decoder
 from rollgrad.adapters.engines.embedded.kept import KEPT_BYTES, KeptSequences
@@ -24,6 +25,39 @@ from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 
 STOP_STRING_WINDOW = 64
 """Latest tokens decoded when looking for a stop string; a stop string must fit in them."""
+
+
+@define
+class _PromptPass:
+    """The prompts that are computed together. They have at most `PREFILL_TOKENS` tokens, unless there is one row."""
+
+    fresh: dict[PromptKey, list[Row]] = field(factory=dict)
+    """Rows of which nothing is stored, by their prompt: an equal prompt is computed once."""
+    continued: list[tuple[Row, StoredKeys]] = field(factory=list)
+    """Rows whose prompt begins with stored tokens."""
+    count: int = 0
+    """Number of rows."""
+    fresh_tokens: int = 0
+    """Tokens of the fresh prompts."""
+    widest: int = 0
+    """Most new tokens of a continued row; the others are padded to as many."""
+
+    def add(self, row: Row, stored: StoredKeys | None) -> bool:
+        """Adds a row if there is room for it, and returns whether there was."""
+        fresh_tokens, widest, continued = self.fresh_tokens, self.widest, len(self.continued)
+        length = len(row.request.prompt_token_ids)
+        if stored is not None:
+            widest, continued = max(widest, length - stored.length), continued + 1
+        elif row.prompt not in self.fresh:
+            fresh_tokens += length
+        if self.count and fresh_tokens + widest * continued > PREFILL_TOKENS:
+            return False
+        self.fresh_tokens, self.widest, self.count = fresh_tokens, widest, self.count + 1
+        if stored is None:
+            self.fresh.setdefault(row.prompt, []).append(row)
+        else:
+            self.continued.append((row, stored))
+        return True
 
 
 class Batch:
@@ -102,64 +136,60 @@ class Batch:
         return finished
 
     def _drop_unheard(self) -> None:
-        """Ends rows that nobody waits for: the request was cancelled, or its `on_token` failed."""
+        """Ends rows that nobody waits for, because the request was cancelled or its `on_token` failed."""
         for row in self.rows:
             if row.future.done():
                 row.stop_reason = StopReason.ABORTED
         self._remove_finished()
 
     def _set_capacity(self) -> None:
-        """Sets how many blocks the cache may have, where it holds none, by the memory that is free now."""
+        """Sets how many blocks the cache may have, by the memory that is free now; while it holds blocks, nothing
+        changes."""
         cache = self.decoder.cache
         if cache.nbytes:
             return
-        room, each = int(self._memory_share * self.decoder.free_memory()), self.decoder.sequence_bytes
-        # States of as many sequences as half of the room is enough for; keys and values have the rest.
-        self._most_rows = max(1, min(self._max_rows, room // (2 * each))) if each else self._max_rows
-        cache.capacity = max(0, room - self._most_rows * each) // max(1, self.block_bytes)
+        room, state_bytes = int(self._memory_share * self.decoder.free_memory()), self.decoder.sequence_bytes
+        # At most half of the room is for the states of sequences; keys and values have the rest.
+        self._most_rows = max(1, min(self._max_rows, room // (2 * state_bytes))) if state_bytes else self._max_rows
+        cache.capacity = max(0, room - self._most_rows * state_bytes) // max(1, self.block_bytes)
         if self._max_tokens is not None:
             cache.capacity = min(cache.capacity, self._max_rows * blocks_of(self._max_tokens))
 
     def _admit(self) -> list[Row]:
-        """Computes the prompts of waiting requests into the room there is and samples their first token."""
-        prompts: dict[PromptKey, list[Row]] = {}
-        continued: list[tuple[Row, StoredKeys]] = []
+        """Begins the waiting requests that fit: computes their prompts and samples their first tokens. Returns the rows
+        that are done, those among them that are too long for the cache."""
         refused: list[Row] = []
-        fresh = widest = taken = 0
+        begun = _PromptPass()
         if self.waiting:
             self._set_capacity()
+        capacity = self.decoder.cache.capacity
         blocks = sum(row.blocks for row in self.rows)
-        while self.waiting and self._flow.may_begin and len(self.rows) + taken < self._most_rows:
+        while self.waiting and self._flow.may_begin and len(self.rows) + begun.count < self._most_rows:
             row = self.waiting[0]
             if row.future.cancelled():
                 self.waiting.popleft()
-                continue
-            if row.blocks > self.decoder.cache.capacity:
-                row.refusal = row.too_long(self.decoder.cache.capacity, self.block_bytes)
+            elif row.blocks > capacity:
+                row.refusal = row.too_long(capacity, self.block_bytes)
                 refused.append(self.waiting.popleft())
-                continue
-            if blocks + row.blocks > self.decoder.cache.capacity:
-                break
-            ids = row.request.prompt_token_ids
-            known = row.prompt in prompts
-            stored = None if known or row.request.images else self._kept.take(ids)  # tokens do not tell images apart
-            new = 0 if known else len(ids) - (0 if stored is None else stored.length)
-            # Those that continue are padded to the longest of them.
-            width = widest if stored is None else max(widest, new)
-            whole = fresh + new if stored is None else fresh
-            if taken and whole + width * (len(continued) + (stored is not None)) > PREFILL_TOKENS:
-                if stored is not None:
-                    self._kept.keep(ids[: stored.length], stored)
-                break
-            self.waiting.popleft()
-            self._flow.begin(row.arrived)
-            fresh, widest, taken, blocks = whole, width, taken + 1, blocks + row.blocks
-            if stored is None:
-                prompts.setdefault(row.prompt, []).append(row)
+            elif blocks + row.blocks <= capacity and self._added(row, begun):
+                self.waiting.popleft()
+                self._flow.begin(row.arrived)
+                blocks += row.blocks
             else:
-                continued.append((row, stored))
-        finished = self._prefill(prompts) if prompts else []
-        return refused + finished + (self._continue(continued) if continued else [])
+                break
+        finished = self._prefill(begun.fresh) if begun.fresh else []
+        return refused + finished + (self._continue(begun.continued) if begun.continued else [])
+
+    def _added(self, row: Row, begun: _PromptPass) -> bool:
+        """Adds a row to a pass over prompts, with what is stored of its tokens; returns whether it had room."""
+        known = row.prompt in begun.fresh
+        ids = row.request.prompt_token_ids
+        stored = None if known or row.request.images else self._kept.take(ids)  # tokens do not tell images apart
+        if begun.add(row, stored):
+            return True
+        if stored is not None:
+            self._kept.keep(ids[: stored.length], stored)
+        return False
 
     def _prefill(self, prompts: dict[PromptKey, list[Row]]) -> list[Row]:
         members = [row for rows in prompts.values() for row in rows]
