@@ -46,8 +46,8 @@ FEW_ROWS = 48
 
 
 def check_decoding(model: Any, flag: str, *, other_engine: str = "") -> None:
-    """Compares prefill, single steps and extension with one forward pass over whole sequences, in six passes of a few
-    tokens (see `compatibility.py`).
+    """Checks that the embedded engine samples from a model exactly: compares the logits of prefill, single steps and
+    extension with those of one forward pass over whole sequences of a few tokens (see `compatibility.py`).
 
     Args:
         model: causal language model that `loading.py` has loaded.
@@ -58,30 +58,14 @@ def check_decoding(model: Any, flag: str, *, other_engine: str = "") -> None:
         ConfigurationError: they differ by more than rounding, or the model's code fails.
     """
     sequences = probe_tokens(model)
-    begun = [len(tokens) // 2 - 1 for tokens in sequences]
     try:
         with torch.no_grad(), foreign_code(), lowered_limits(model):
             expected = joint_logits(model, sequences)
-            decoder = decoder_of(model)
-            decoder.cache.capacity = sum(blocks_of(len(tokens)) for tokens in sequences)
-            places = [Place() for _ in sequences]
-            for place, tokens in zip(places, sequences, strict=True):
-                decoder.cache.reserve(place, len(tokens))
-            prompts = [tokens[:n] for tokens, n in zip(sequences, begun, strict=True)]
-            found = [("prefill", decoder.prefill(prompts, [[place] for place in places]), begun)]
-            lengths = begun
-            for _ in range(3):
-                logits_AV = decoder.step([t[n] for t, n in zip(sequences, lengths, strict=True)], places, lengths)
-                lengths = [n + 1 for n in lengths]
-                found.append(("decoding", logits_AV, lengths))
-            suffixes = [tokens[n:] for tokens, n in zip(sequences, lengths, strict=True)]
-            found.append(("extension", decoder.extend(suffixes, places, lengths), [*map(len, sequences)]))
-            for kind in ("prefill", "decoding", "extension"):
+            for kind, passes in _decoded_passes(model, sequences).items():
                 rows = [
-                    (mine_V, theirs_TV[end - 1])
-                    for name, mine_AV, ends in found
-                    if name == kind
-                    for mine_V, theirs_TV, end in zip(mine_AV, expected, ends, strict=True)
+                    (found_V, expected_TV[end - 1])
+                    for found_AV, ends in passes
+                    for found_V, expected_TV, end in zip(found_AV, expected, ends, strict=True)
                 ]
                 gap = logit_gap(*map(torch.stack, zip(*rows, strict=True)))
                 allowed = allowed_gap(model, sequences, gap)
@@ -98,6 +82,28 @@ def check_decoding(model: Any, flag: str, *, other_engine: str = "") -> None:
     if is_padded(model):
         remedy = f": {other_engine} is faster" if other_engine else ""
         log.warning(f"The embedded engine computes whole sequences of a {type(model).__name__} for each token{remedy}.")
+
+
+def _decoded_passes(model: Any, sequences: Sequence[Sequence[int]]) -> dict[str, list[tuple[Tensor, list[int]]]]:
+    """Returns the next-token logits [sequences, V] of passes of each kind, and how many tokens of each sequence they
+    follow: a prefill of the first half, three single steps, and an extension by the rest."""
+    decoder = decoder_of(model)
+    decoder.cache.capacity = sum(blocks_of(len(tokens)) for tokens in sequences)
+    places = [Place() for _ in sequences]
+    for place, tokens in zip(places, sequences, strict=True):
+        decoder.cache.reserve(place, len(tokens))
+    lengths = [len(tokens) // 2 - 1 for tokens in sequences]
+    prompts = [tuple(tokens[:length]) for tokens, length in zip(sequences, lengths, strict=True)]
+    prefill = [(decoder.prefill(prompts, [[place] for place in places]), lengths)]
+    steps = []
+    for _ in range(3):
+        following = [tokens[length] for tokens, length in zip(sequences, lengths, strict=True)]
+        logits_AV = decoder.step(following, places, lengths)
+        lengths = [length + 1 for length in lengths]
+        steps.append((logits_AV, lengths))
+    suffixes = [tokens[length:] for tokens, length in zip(sequences, lengths, strict=True)]
+    extension = [(decoder.extend(suffixes, places, lengths), [*map(len, sequences)])]
+    return {"prefill": prefill, "decoding": steps, "extension": extension}
 
 
 def decoder_of(model: Any, replay: RouterReplay | None = None) -> "Decoder | RecomputingDecoder":
@@ -172,29 +178,32 @@ class Decoder:
             Float32 next-token logits [prompts, V].
         """
         layout, leaves = prefill_layout(prompts, images)
-        block, offset, token = [], [], []
         positions = layout.positions_M[None]
         if any(images) and has_own_positions(self._model):
             positions = self._own_positions(prompts, images, leaves, len(layout.tokens_M))
-        for leaf, members in zip(leaves, places, strict=True):
-            path = leaf.path()
-            position = torch.arange(leaf.keys)
-            for numbers_K in table(members):
-                block.append(numbers_K[position // BLOCK])
-                offset.append(position % BLOCK)
-                token.append(path)
-        to_block, to_offset, of_token = (to_device(torch.cat(part), self.device) for part in (block, offset, token))
-        attention = make_plan(self._model, layout)
         recurrence: Recurrence | None = None
         if self._recurrent:
             states = self.cache.states.begin([place for members in places for place in members])
             forest = ForestRecurrence(layout.nodes, device=self.device)
             recurrence = PrefillRecurrence(forest, leaves, [len(members) for members in places], states)
-        plan = Prefill(self.cache, attention, (to_block, to_offset, of_token), recurrence)
+        plan = Prefill(self.cache, make_plan(self._model, layout), self._stored_at(leaves, places), recurrence)
         hidden_MH = self._hidden(layout.tokens_M[None], positions, plan, layout.images)
         self.routed = [self._experts_M[leaf.path()] for leaf in leaves] if self._replay is not None else []
         last = torch.tensor([leaf.start + leaf.length - 1 for leaf in leaves])
         return self._logits(hidden_MH[0].index_select(0, to_device(last, self.device)))
+
+    def _stored_at(self, leaves: Sequence[Node], places: Sequence[Sequence[Place]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the block and the offset in it at which each sequence of each prompt stores each of its keys, and the
+        token of the pass that has the key."""
+        block, offset, token = [], [], []
+        for leaf, members in zip(leaves, places, strict=True):
+            path, position = leaf.path(), torch.arange(leaf.keys)
+            for numbers_K in table(members):
+                block.append(numbers_K[position // BLOCK])
+                offset.append(position % BLOCK)
+                token.append(path)
+        to_block, to_offset, of_token = (to_device(torch.cat(part), self.device) for part in (block, offset, token))
+        return to_block, to_offset, of_token
 
     def _own_positions(
         self, prompts: Sequence[tuple[int, ...]], images: Sequence[PlacedImages], leaves: Sequence[Node], count: int
