@@ -6,7 +6,7 @@ of a step of 100 action tokens in token_mean is sum(entropy) / 100, of which a m
 sum / 100.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,18 +73,8 @@ class PolicyLossObjective:
                 itself reports.
         """
         weights_N, mask_N = _column(batch, "loss_weights_N"), batch.action_mask_N
-        logprobs_N = _masked(scores.logprobs_N, mask_N)
-        rollout_N, advantages_N = _column(batch, "rollout_logprobs_N"), _column(batch, "advantages_N")
-        given = PolicyLossInput(
-            logprobs_N=logprobs_N,
-            old_logprobs_N=self._proximal(logprobs_N.detach(), rollout_N, batch),
-            advantages_N=advantages_N,
-            action_mask_N=mask_N,
-            sequence_N=batch.sequence_ids_N,
-            sequences=len(batch),
-            selected_N=batch.selected_N,
-            rollout_logprobs_N=rollout_N,
-        )
+        rollout_N = _column(batch, "rollout_logprobs_N")
+        given = self._loss_input(scores, rollout_N, batch)
         policy = self._policy_loss(given)
 
         def mean(values_N: Tensor) -> Tensor:
@@ -103,17 +93,12 @@ class PolicyLossObjective:
         entropy = mean(_masked(scores.entropy_N, mask_N))
         metrics |= {"policy_loss": Total(loss.detach()), "entropy": entropy}
         metrics |= {name: mean(values_N) for name, values_N in _movement(policy, given, rollout_N)}
-        taken = metrics.keys() & policy.metrics_N.keys()
-        if taken:
-            raise ConfigurationError(
-                f"The policy loss {self.loss} reports {', '.join(sorted(taken))}, which the update itself reports: "
-                "give its metrics_N other names."
-            )
+        self._check_names(policy, metrics)
         metrics |= {name: mean(values_N.detach().float()) for name, values_N in policy.metrics_N.items()}
         if self.centred:
             mean_score_N, residual_N, masses = _centering(scores, batch)
-            # The loss of the token that was drawn is -A w log pi: the mean of that over all tokens goes out again.
-            loss = loss + mean(_learned(advantages_N * mean_score_N, batch))
+            # The loss has -A w log pi of the sampled token; centering takes the mean over all tokens out of it.
+            loss = loss + mean(_learned(given.advantages_N * mean_score_N, batch))
             metrics |= {
                 "centering_residual": mean(residual_N),
                 **{name: mean(mass_N) for name, mass_N in masses.items()},
@@ -125,11 +110,25 @@ class PolicyLossObjective:
             metrics[REFERENCE_KL] = reference_kl
             loss = loss + self.kl_coef * reference_kl
         if self.positive_nll_coef:
-            positive_nll = -weighted_sum(logprobs_N, _column(batch, "positive_weights_N"), mask_N)
+            positive_nll = -weighted_sum(given.logprobs_N, _column(batch, "positive_weights_N"), mask_N)
             metrics["positive_nll"] = Total(positive_nll.detach())
             loss = loss + self.positive_nll_coef * positive_nll
-        plain = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
-        return LossOutput(loss=loss, metrics=plain, clipped_N=policy.clipped_low_N | policy.clipped_high_N)
+        reported = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        return LossOutput(loss=loss, metrics=reported, clipped_N=policy.clipped_low_N | policy.clipped_high_N)
+
+    def _loss_input(self, scores: TokenScores, rollout_N: Tensor, batch: RolloutBatch) -> PolicyLossInput:
+        """Returns what the policy loss reads."""
+        logprobs_N = _masked(scores.logprobs_N, batch.action_mask_N)
+        return PolicyLossInput(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=self._proximal(logprobs_N.detach(), rollout_N, batch),
+            advantages_N=_column(batch, "advantages_N"),
+            action_mask_N=batch.action_mask_N,
+            sequence_N=batch.sequence_ids_N,
+            sequences=len(batch),
+            selected_N=batch.selected_N,
+            rollout_logprobs_N=rollout_N,
+        )
 
     def _proximal(self, current_N: Tensor, rollout_N: Tensor, batch: RolloutBatch) -> Tensor:
         """Returns the log-probs of the proximal policy, which the loss's ratio divides by."""
@@ -148,6 +147,15 @@ class PolicyLossObjective:
         for column, values_N in columns.items():
             check_tokens(f"The policy loss {self.loss}", column, values_N, given.action_mask_N)
         return policy
+
+    def _check_names(self, policy: PolicyLoss, metrics: Mapping[str, object]) -> None:
+        """Raises a `ConfigurationError` if the loss names a metric as one of `metrics` is named."""
+        taken = metrics.keys() & policy.metrics_N.keys()
+        if taken:
+            raise ConfigurationError(
+                f"The policy loss {self.loss} reports {', '.join(sorted(taken))}, which the update itself reports: "
+                "give its metrics_N other names."
+            )
 
     def _correction_weights(
         self, correction: CorrectionSettings, given: PolicyLossInput, rollout_N: Tensor, batch: RolloutBatch
