@@ -1,6 +1,8 @@
 """Bytes that a process receives, and memory that it takes, in a forward and backward pass of a mixture of experts under
-FSDP2: with the experts of each layer gathered in every process, and with experts divided, to which tokens are sent;
-beside the least that divided experts need, if each token went once to each other process.
+FSDP2.
+
+Two ways are compared: gathering the experts of each layer in every process, and dividing the experts, to which tokens
+are then sent. Beside them is the least that divided experts need, if each token went once to each other process.
 
 The mixture has layers like those of Qwen3-30B-A3B at half the width, with half the experts, of which a token goes to
 eight; its weights are noise in float32. Memory is the process's own, above what it held before the pass. Processes are
@@ -84,9 +86,12 @@ def main(work: Work) -> None:
 
 
 def least(work: Work) -> int:
-    """Returns the bytes that a process receives at least: of the parameters beside the experts what the others have, as
-    FSDP2 gathers those of the layers in both passes, the others in one, and of gradients in one; and a row of each
-    token that the others have, and of each of its own tokens, for each other process and layer, in both passes."""
+    """Returns the fewest bytes that a process can receive.
+
+    FSDP2 gathers the parameters of layers beside the experts in both passes and all other parameters in one, and
+    reduces gradients in one: a process receives what the others have of these. It also receives a row for each token
+    of the others that it computes, and one for each of its own tokens that they compute, in each layer and both passes.
+    """
     with torch.device("meta"):
         model = mixture(work)
     beside = [(name, p.nbytes) for name, p in model.named_parameters() if ".experts." not in name]

@@ -61,12 +61,17 @@ whether it knows one before."""
 
 
 class RunRecord:
-    """Keeps `run.json` in `directory` up to date while its block runs: `status`, `reason`, `started`, `heartbeat`,
-    `boot` (which start of the machine it is, and the heartbeat in seconds since then, whatever its clock says),
-    `ended`, `steps` (of the whole run), `continued_from` (finished steps of the run before), `training_state` (step of
-    the newest one that was seen in `states`, by default `directory`), `learning` (settings that findings depend on,
-    `steps` among them), `process`, `host`, `versions`. A file that cannot be written is reported once, and does not
-    stop the run."""
+    """Keeps `run.json` in `directory` up to date while its block runs. A file that cannot be written is reported once,
+    and does not stop the run.
+
+    Besides `status`, `reason`, `started`, `heartbeat`, `ended`, `process`, `host` and `versions` the file has:
+
+    - `boot`: which start of the machine it is, and the heartbeat in seconds since then, whatever its clock says;
+    - `steps`: of the whole run;
+    - `continued_from`: finished steps of the run before;
+    - `training_state`: step of the newest one that was seen in `states`, by default `directory`;
+    - `learning`: settings that findings depend on, `steps` among them.
+    """
 
     def __init__(
         self,

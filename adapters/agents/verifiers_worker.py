@@ -1,11 +1,15 @@
 """Plays episodes of a verifiers environment: a program for the Python in which that package is installed.
 
-Protocol: lines of JSON. The program's argument is the environment's id; its first line of input has the environment's
-arguments, which may hold keys, and a command line can be read by every user of the machine. The program prints
-{"ready": true}, or {"refused": sentence}, and then answers requests, many at once, until its input ends:
-{"id", "rows"}, where `rows` is train or eval, with {"id", "rows"}, the next of them, none at the end;
-{"id", "row", "base_url", "api_key", "unlearned_key", "model"}, an episode, with {"id", "reward", "metrics"}, of several
-agents that learn with {"id", "rewards", "metrics"}; either with {"id", "error"}. {"cancel": id} ends an episode.
+Protocol: lines of JSON. The program's argument is the environment's id. The environment's own arguments are the first
+line of its input: they may hold keys, and every user of the machine can read a command line. The program prints
+{"ready": true} or {"refused": sentence}, and then answers requests, many at once, until its input ends:
+
+- {"id", "rows"} asks for the next rows, where `rows` is train or eval. The answer is {"id", "rows"}, with none at the
+  end.
+- {"id", "row", "base_url", "api_key", "unlearned_key", "model"} plays an episode. The answer is
+  {"id", "reward", "metrics"}, or {"id", "rewards", "metrics"} where several agents learn.
+- Either may be answered with {"id", "error"}.
+- {"cancel": id} ends an episode.
 
 Imports nothing of rollgrad, whose pinned packages are others.
 """

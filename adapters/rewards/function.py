@@ -75,15 +75,24 @@ class FunctionReward(RewardSource):
     """Scores replies with `func`; the names of its parameters decide what it is passed (`signatures`).
 
     `func` may be async. It returns the rewards (list, tensor, or a number for one reply), or a mapping with `rewards`
-    and optionally `scores` (for filtering and evaluation), `answers` (what each reply answered, by which evaluations
-    vote), `feedback` (a text on each reply, or None, that a teacher may be told) and `extra_logs` (name -> number, or
-    one number a reply).
+    and, optionally:
+
+    - `scores`, for filtering and evaluation;
+    - `answers`, what each reply answered, by which evaluations vote;
+    - `feedback`, a text on each reply that a teacher may be told, or None;
+    - `extra_logs`, from name to a number, or to one number a reply.
+
     `rewards` may itself be a mapping of named rewards (name -> one number a reply); a reply's reward is then their sum,
     weighted by `weights` (default: 1 each). None instead of a number means that the reward does not apply to the reply.
-    A function of verl's convention returns a number, or a mapping with `score`, whose `pred` is the answer, whose
-    `feedback` is a text on the reply and whose other numbers are logged.
 
-    `timeout`: seconds that a call may take. `name` names the function in errors.
+    A function of verl's convention returns a number, or a mapping with `score`. Of such a mapping `pred` is the answer
+    and `feedback` a text on the reply; its other numbers are logged.
+
+    Args:
+        func: the function.
+        timeout: seconds that a call may take.
+        name: of the function, for errors.
+        weights: of named rewards.
 
     Raises:
         ConfigurationError: nothing can be passed to `func`.

@@ -1,9 +1,14 @@
 """`TokenLedger` records the input and output tokens of the engine in one rollout.
 
-Invariants: a prompt that follows a recorded reply begins with exactly the tokens that the engine was given and sampled;
-a history that cannot continue in this way (the template rewrites it, the agent forked or changed it) opens another
-branch; every sampled token is an action in exactly one trajectory; a role continues its own replies alone, so that what
-another role said is context to it. Does not own: sampling and judging replies.
+Invariants:
+
+- A prompt that follows a recorded reply begins with exactly the tokens that the engine was given and sampled.
+- A history that cannot continue in this way opens another branch: the template rewrites it, or the agent forked or
+  changed it.
+- Every sampled token is an action in exactly one trajectory.
+- A role continues its own replies alone: what another role said is context to it.
+
+Does not own: sampling and judging replies.
 """
 
 import json

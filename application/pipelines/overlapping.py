@@ -1,9 +1,13 @@
 """Asynchronous steps of reinforcement learning: groups are played continuously while a worker thread learns from ready
 ones.
 
-Invariants: at most `max_staleness` updates lie between the weights that a group began under and those that train on it
-(`domain.control.staleness`); weights change only while the engine is paused; an update that has begun is finished and
-counted, also when the run is interrupted; prompts submitted = trained + dropped by reason + in flight.
+Invariants:
+
+- At most `max_staleness` updates lie between the weights that a group began under and those that train on it
+  (`domain.control.staleness`).
+- Weights change only while the engine is paused.
+- An update that has begun is finished and counted, also when the run is interrupted.
+- Prompts submitted = trained + dropped by reason + in flight.
 """
 
 from collections.abc import Mapping, Sequence

@@ -230,9 +230,9 @@ def _at_rest(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int,
 
 
 def _saved(config: RLConfig, row: RoleMemory, shape: ModelShape, machine: Machine) -> RoleMemory:
-    """Returns the row of actor or critic with a process's part of the copy of its state that `ckpt.async_save` makes in
-    the machine's memory: under FSDP2 its rows; elsewhere the first process has it whole, of which each on its machine
-    counts as much."""
+    """Returns the row of actor or critic with the copy of its state that `ckpt.async_save` makes in the machine's
+    memory. Under FSDP2 each process copies its rows; elsewhere the first process copies all, which is counted in equal
+    parts for all processes on its machine."""
     if not config.ckpt.async_save:
         return row
     averages = row.role == "actor" and keeps_average(config)

@@ -105,9 +105,10 @@ def scoring_bytes(
 def repeated_bytes(
     config: RLConfig, shape: ModelShape, repeated: int, compute_bytes: int, *, trained: bool = False
 ) -> int:
-    """Returns what a pass holds besides for so many tokens of which sequences have keys and values of their own, copies
-    of others: in the layer that computes and, for the backward pass, unless that computes the layer again, in all; and
-    there their gradients in one layer, which with as many heads of keys as of queries are at the peak."""
+    """Returns what a pass holds for `repeated` tokens: those of which a sequence has a copy of keys and values that it
+    shares with others. One layer at a time has copies. If a backward pass follows that does not compute layers again,
+    all layers keep theirs; and one layer has their gradients, which are at the peak if keys have as many heads as
+    queries."""
     kept = shape.keeping if trained and config.actor.gradient_checkpointing is Checkpointing.OFF else 1
     numbers = 2 * shape.kv_heads * shape.head_dim / config.ds.tensor_parallel_size
     return math.ceil(repeated * numbers * compute_bytes * (kept + trained))
@@ -116,11 +117,13 @@ def repeated_bytes(
 def exchanged_bytes(
     config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, *, trained: bool = False
 ) -> int:
-    """Returns what a pass over so many of a process's own tokens holds besides where processes share a sequence
-    (`adapters.models.torch.layers.sequence_parallel`): `EXCHANGED` copies, in the layer that computes, of the tokens'
-    queries, keys and values, and of the keys and values of other teams' tokens, or of what states are computed from,
-    whatever is more. Those of the keys that queries see are kept for the backward pass, unless that computes the layer
-    again."""
+    """Returns what a pass over so many of a process's own tokens holds for other processes of the same sequence
+    (`adapters.models.torch.layers.sequence_parallel`).
+
+    The layer that computes has `EXCHANGED` copies: of the tokens' queries, keys and values and of the keys and values
+    of other teams' tokens, or of what states are computed from, whichever is more. The keys and values that queries see
+    are kept for the backward pass, unless that computes the layer again.
+    """
     size = config.ds.sequence_parallel_size
     if size == 1:
         return 0

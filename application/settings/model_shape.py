@@ -108,10 +108,13 @@ class ModelShape:
         return others * compute_bytes + math.ceil(self.quantised * QUANTISED_BITS / 8)
 
     def loading(self, compute_bytes: int, processes: int) -> int:
-        """Bytes of the machine's memory that each of so many processes needs to load the model for a GPU: its share of
-        a divided one, and the largest part that is put together; of a whole one all, if its numbers are converted, and
-        else nothing, for then there are pages of files alone, which the system drops when it needs room."""
-        if self.quantised:  # matrix by matrix
+        """Bytes of the machine's memory that each of so many processes needs to load the model for a GPU.
+
+        Of a divided model that is the process's share, and the largest part that is put together. Of a whole one it is
+        all of it if its numbers are converted; else nothing, because there are only pages of files, which the system
+        drops when it needs room.
+        """
+        if self.quantised:  # it is loaded matrix by matrix
             return 0
         whole = self.weights(compute_bytes)
         if processes > 1:

@@ -22,10 +22,17 @@ WAYS_OUT = (
 
 
 def way_out(config: RLConfig, machine: Machine, fits: Callable[[RLConfig], bool]) -> str | None:
-    """Returns a sentence with settings by which a run that does not fit would fit, as `fits` says of other settings,
-    those that cost least first: recomputation, then frozen models in the machine's memory, then what is divided
-    (weights, then sequences), sleeps or is offloaded, each also with those before, but for sequences, which are tried
-    before what sleeps and last; None if there are none."""
+    """Returns a sentence with the settings by which a run that does not fit would fit; None if there are none.
+
+    Settings that cost least are tried first: recomputation, then frozen models in the machine's memory, then what is
+    divided (weights, then sequences), sleeps or is offloaded. Each is tried alone and with those before it, except for
+    the division of sequences: it is tried before what sleeps, left out there, and tried again last.
+
+    Args:
+        config: of the run.
+        machine: that the run is planned for.
+        fits: returns whether a run with these settings would fit.
+    """
     for divided, flags in _divided(config, machine):
         for resting, rests in _resting(divided):
             for changed, more in _recomputing(resting, machine):
@@ -36,8 +43,8 @@ def way_out(config: RLConfig, machine: Machine, fits: Callable[[RLConfig], bool]
 
 
 def _resting(config: RLConfig) -> Iterator[tuple[RLConfig, list[str]]]:
-    """Yields the settings, and those with frozen models that rest in the machine's memory, each with the flags that are
-    changed; what rules refuse, as where there is no such model, is left out."""
+    """Yields the settings, and variants whose frozen models rest in the machine's memory, each with its changed flags.
+    Variants that rules refuse are left out, such as those of a model that the run does not have."""
     refused = set(map(str, setting_errors(config)))
     for names in ((), ("ref",), ("reward",), ("ref", "reward")):
         rests: dict[str, Any] = {name: evolve(getattr(config, name), offload=True) for name in names}
@@ -47,7 +54,7 @@ def _resting(config: RLConfig) -> Iterator[tuple[RLConfig, list[str]]]:
 
 
 def _recomputing(config: RLConfig, machine: Machine) -> Iterator[tuple[RLConfig, list[str]]]:
-    """Yields the settings, and those with more recomputation, each with the flags that are changed."""
+    """Yields the settings, and variants with more recomputation, each with its changed flags."""
     yield config, []
     for kind, offloads in WAYS_OUT:
         stronger = evolve(config.actor, gradient_checkpointing=kind, offload_activations=offloads)
@@ -60,8 +67,8 @@ def _recomputing(config: RLConfig, machine: Machine) -> Iterator[tuple[RLConfig,
 
 
 def _divided(config: RLConfig, machine: Machine) -> Iterator[tuple[RLConfig, list[str]]]:
-    """Yields the settings, and those of a cluster in which GPUs hold less of the models that are trained, each with the
-    flags that are changed."""
+    """Yields the settings, and variants of a cluster whose GPUs hold less of the models that are trained, each with its
+    changed flags."""
     yield config, []
     if not config.cluster.enable:
         return
@@ -86,8 +93,8 @@ def _divided(config: RLConfig, machine: Machine) -> Iterator[tuple[RLConfig, lis
 
 
 def _sharing_sequences(config: RLConfig, flags: list[str]) -> Iterator[tuple[RLConfig, list[str]]]:
-    """Yields the settings with more processes of a machine that share each sequence, fewest first, each with `flags`
-    and its own; what rules refuse is left out."""
+    """Yields variants in which more processes of a machine share each sequence, fewest first, each with `flags` and its
+    own. Variants that rules refuse are left out."""
     refused = set(map(str, setting_errors(config)))
     size = 2 * config.ds.sequence_parallel_size
     while size <= config.actor.num_gpus_per_node:

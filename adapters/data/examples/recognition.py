@@ -42,29 +42,42 @@ OTHER_TASKS: Mapping[str, tuple[str, ...]] = {
 
 @frozen(kw_only=True)
 class ReadingSettings:
-    """Settings of parsing rows: the format, the columns by name where they are not the format's own, whether each two
-    ranked replies are a pair, whether texts become messages of the chat template, a system message before every
-    conversation, a text with {} around plain prompts, what is trained, the column with images, and what fetches those
-    that are URLs. The formats of preference pairs and of labelled replies are never told by columns alone: who learns
-    from them sets one."""
+    """Settings of parsing rows. A column whose name is None is that of the format.
+
+    The formats of preference pairs and of labelled replies are never recognised by columns alone: who learns from them
+    sets the format.
+    """
 
     format: ExampleFormat = ExampleFormat.AUTO
     input_key: str | None = None
+    """Column of the prompt, messages or text."""
     output_key: str | None = None
+    """Column of the reply."""
     chosen_key: str | None = None
+    """Column of the better reply of a pair."""
     rejected_key: str | None = None
+    """Column of the worse reply of a pair."""
     all_pairs: bool = False
+    """Whether each two ranked replies are a pair, rather than the best and the worst alone."""
     label_key: str | None = None
+    """Column that says whether a reply is good."""
     apply_chat_template: bool = True
+    """Whether texts become messages of the chat template."""
     system_prompt: str | None = None
+    """System message of conversations that have none."""
     input_template: str | None = None
+    """Text with {} around prompts without a chat template."""
     train_on: TrainOn = TrainOn.ASSISTANT
+    """What is trained."""
     placeholder: str | None = None
     separator: str = "\n"
     up_to_first_error: bool = False
     image_key: str | None = None
+    """Column with images."""
     fetched: FetchedImages | None = field(default=None, eq=False)
+    """Fetches images that are URLs."""
     known_role: Callable[[str], bool] | None = field(default=None, eq=False)
+    """Whether the chat template has a role besides the usual ones."""
 
 
 def find_format(

@@ -1,8 +1,10 @@
 """Processes that hold the parts of one model and make every call together.
 
-Invariants: a call is made in all of them or in none, and calls of several threads run one after another; each ends
-within its deadline and `GRACE_SECONDS`, with all results or one error that names the process; after the loss of a
-process the group is ended, and every later call raises the reason.
+Invariants:
+
+- A call is made in all of them or in none; calls of several threads run one after another.
+- Each call ends within its deadline and `GRACE_SECONDS`, with all results or one error that names the process.
+- After the loss of a process the group is ended, and every later call raises the reason.
 
 Does not own: the computation.
 """

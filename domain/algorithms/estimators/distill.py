@@ -20,10 +20,12 @@ def on_policy_distill(inputs: EstimatorInput, params: EstimatorParams) -> Advant
 
 @estimator("iw_opd")
 def iw_opd(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
-    """The advantage of `on_policy_distill` times 1 + w (1 - D_t / D), D_t the sum of its absolute values before token t
-    and D that of the whole rollout: early tokens count up to 1 + w, and later ones less the further the student has
-    come away from its teacher (Xie et al. 2026, "On the Position Bias of On-Policy Distillation", arXiv:2606.22600, as
-    in TRL's IWOPDTrainer; w is `prefix_weight`)."""
+    """The advantage of `on_policy_distill` times 1 + w (1 - D_t / D), with w the `prefix_weight`.
+
+    D_t is the sum of the advantage's absolute values before token t, and D that of the whole rollout: early tokens
+    count up to 1 + w, and later ones less the further the student has come away from its teacher (Xie et al. 2026, "On
+    the Position Bias of On-Policy Distillation", arXiv:2606.22600, as in TRL's IWOPDTrainer).
+    """
     actions = Actions(inputs)
     plain_A = actions.take(inputs.token_rewards_N)
     togo_A = reverse_discounted_sum(plain_A.abs().double(), actions.lengths_R, 1.0)  # D - D_t

@@ -146,9 +146,12 @@ def within_second_moment(
 def interpolated_proximal(
     logprobs_N: Tensor, rollout_logprobs_N: Tensor, versions_N: Tensor, current_version: int
 ) -> Tensor:
-    """Returns the log-probs of the proximal policy without a forward pass: between the sampler (version v) and the
-    current policy (version c), linear in log-prob, at the version before the current one: mu + (pi - mu) (c - 1 - v) /
-    (c - v), and mu where v >= c - 1 (AReaL's log-linear approximation of decoupled PPO's proximal policy, Fu et al.
-    2025, section 5; Hilton et al. 2022)."""
+    """Returns the log-probs of the proximal policy, without a forward pass.
+
+    The proximal policy is that of version c - 1, where c is the version of the current policy. Its log-probs are
+    interpolated, linearly in the version, between mu of the sampler (version v) and pi of the current policy:
+    mu + (pi - mu) (c - 1 - v) / (c - v), and mu where v >= c - 1. This is AReaL's log-linear approximation (Fu et al.
+    2025, section 5) of decoupled PPO's proximal policy (Hilton et al. 2022).
+    """
     age_N = (current_version - versions_N).clamp(min=1).to(logprobs_N.dtype)
     return rollout_logprobs_N + (logprobs_N.detach() - rollout_logprobs_N) * ((age_N - 1) / age_N)

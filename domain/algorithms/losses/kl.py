@@ -28,8 +28,8 @@ def kl_estimator(name: str) -> Callable[[KLFunction], KLFunction]:
     """Registers a function as the KL estimator `name`, replacing one of that name.
 
     The function takes `logprobs_N`, `ref_logprobs_N` and `ratio_N`, the importance ratio of the policy over the one
-    before the update (1 where KL is in the reward), and returns one value for each token, of which those of sampled
-    tokens are read. As a loss it is differentiated through `logprobs_N` and `ratio_N`.
+    before the update (1 where KL is in the reward). It returns one value for each token; those of sampled tokens are
+    read. As a loss it is differentiated through `logprobs_N` and `ratio_N`.
 
     Raises:
         ConfigurationError: the name is one of rollgrad's own, by which metrics go, too.
@@ -58,12 +58,14 @@ def kl_estimator(name: str) -> Callable[[KLFunction], KLFunction]:
 def kl_estimate(logprobs_N: Tensor, ref_logprobs_N: Tensor, kind: str, ratio_N: Tensor | None = None) -> Tensor:
     """Returns estimates of KL(policy || reference) at each sampled token, with x = logprobs - ref_logprobs.
 
-    k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x (Schulman 2020, "Approximating KL Divergence"), abs = |x| (verl), whose
-    gradient as a loss is that of twice the total variation, each clamped to +-`MAX_KL`, beyond which there is no
-    gradient. k3_unbiased = `ratio_N` * k3 with the importance ratio of the policy
-    over the one that sampled, differentiated through the ratio: the value and the gradient are unbiased (DeepSeek-V3.2
-    2025, section 3.1, eq. 7). It is not clamped: where k3 is large the ratio is small. Any other kind is one that
-    `kl_estimator` has registered, with ratios of 1 where none are given.
+    - k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x (Schulman 2020, "Approximating KL Divergence").
+    - abs = |x| (verl). As a loss its gradient is that of twice the total variation.
+    - k3_unbiased = `ratio_N` * k3, differentiated through the importance ratio of the policy over the one that sampled:
+      the value and the gradient are unbiased (DeepSeek-V3.2 2025, section 3.1, eq. 7).
+    - Any other kind is one that `kl_estimator` has registered, with ratios of 1 where none are given.
+
+    k1, k2, k3 and abs are clamped to +-`MAX_KL`, beyond which they have no gradient. k3_unbiased is not clamped: where
+    k3 is large the ratio is small.
 
     Raises:
         ValueError: unknown `kind`, or k3_unbiased without `ratio_N`.

@@ -284,9 +284,11 @@ def _scanned(
     B_RNT: Tensor,
     C_RNT: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the results of Mamba's scan [R, C, T] and the states after it [R, C, N], both with gradients. mamba_ssm's
-    kernel leaves the gradient of the states out, but not that of its results: N more tokens, whose time steps of 0
-    leave the states as they are, have a number of theirs each as their results."""
+    """Returns the results of Mamba's scan [R, C, T] and the states after it [R, C, N], both with gradients.
+
+    mamba_ssm's kernel computes no gradient of the states, but one of its results. So N tokens more are scanned, whose
+    time steps of 0 leave the states as they are: the result of the n-th is the n-th number of the states.
+    """
     if not torch.is_grad_enabled():
         return own(x_RCT, step_RCT, A_CN, B_RNT, C_RNT, return_last_state=True)
     tokens, numbers = C_RNT.shape[2], A_CN.shape[1]
