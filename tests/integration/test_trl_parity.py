@@ -388,12 +388,12 @@ def case(request: pytest.FixtureRequest) -> Case:
         ("dr_grpo", "constant_length"),
     ],
 )
-def test_clipped_loss_and_k3(case: Case, loss_type: str, aggregation: str, beta: float) -> None:
+def test_the_clipped_loss_with_k3_equals_trls(case: Case, loss_type: str, aggregation: str, beta: float) -> None:
     trl = run_trl("GRPOTrainer", case, loss_type=loss_type, beta=beta)
     agree(trl, run_ours(case, aggregation, objective_of(kl_coef=beta)))
 
 
-def test_delta_is_dual_clip(case: Case) -> None:
+def test_trls_delta_is_our_dual_clip(case: Case) -> None:
     """min(rho, delta) changes a negative advantage alone as long as delta is above 1 + clip_high."""
     wide = evolve(case, logprobs_N=case.old_N + 1.5 * (case.logprobs_N - case.old_N) / 0.3)
     trl = run_trl("GRPOTrainer", wide, delta=1.8)
@@ -414,19 +414,19 @@ def test_luspo_is_a_sum_over_sequences(case: Case, level: str, loss: str, beta: 
     agree(trl, run_ours(case, "sequence_sum", objective_of(loss, kl_coef=beta)))
 
 
-def test_cispo(case: Case) -> None:
+def test_the_loss_of_cispo_equals_trls(case: Case) -> None:
     """TRL's epsilon_high is the ceiling itself, ours what it exceeds 1 by; neither bounds below."""
     trl = run_trl("GRPOTrainer", case, loss_type="cispo", epsilon_high=1.2)
     agree(trl, run_ours(case, "token_mean", objective_of("cispo", (1.0, 0.2))))
 
 
-def test_sapo(case: Case) -> None:
+def test_the_loss_of_sapo_equals_trls(case: Case) -> None:
     trl = run_trl("GRPOTrainer", case, loss_type="sapo", sapo_temperature_pos=0.8, sapo_temperature_neg=1.3, beta=BETA)
     agree(trl, run_ours(case, "sequence_mean", objective_of("sapo", sapo_tau=(0.8, 1.3), kl_coef=BETA)))
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.8])
-def test_gmpo(case: Case, spread: float) -> None:
+def test_the_loss_of_gmpo_equals_trls(case: Case, spread: float) -> None:
     """Ratios lie within the clip range, or some are clipped."""
     wide = evolve(case, logprobs_N=case.old_N + spread * (case.logprobs_N - case.old_N) / 0.3)
     trl = run_trl("GMPOTrainer", wide, epsilon_low=0.4, epsilon_high=0.5, beta=BETA)
@@ -434,7 +434,7 @@ def test_gmpo(case: Case, spread: float) -> None:
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.3, 0.8])
-def test_vespo(spread: float) -> None:
+def test_the_loss_of_vespo_equals_trls(spread: float) -> None:
     """From ratios of sequences near 1 to such as weigh nothing."""
     case = Case.make(spread=spread)
     powers = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.0, "vespo_lambda_neg": 1.0}
@@ -444,7 +444,7 @@ def test_vespo(spread: float) -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 2.0])
-def test_importance_weighted_distillation(case: Case, weight: float) -> None:
+def test_importance_weighted_distillation_equals_trls(case: Case, weight: float) -> None:
     """The policy gradient with our advantages, against TRL's loss of logits over a vocabulary of two."""
     from trl.experimental.iw_opd import IWOPDTrainer
 
@@ -704,7 +704,7 @@ def test_off_policy_mask_keeps_the_same_sequences(case: Case, threshold: float) 
     ],
 )
 @pytest.mark.parametrize(("loss_type", "aggregation"), [("grpo", "sequence_mean"), ("dapo", "token_mean")])
-def test_vllm_importance_sampling(
+def test_importance_sampling_for_vllm_equals_trls(
     case: Case, mode: str, level: str, ours: str, low: float | None, loss_type: str, aggregation: str
 ) -> None:
     trl = run_trl(
@@ -748,7 +748,7 @@ def test_vllm_sequence_mask_keeps_the_same_but_weighs_by_the_sequence(case: Case
 
 
 @pytest.mark.parametrize("beta", [0.0, BETA])
-def test_rloo(beta: float) -> None:
+def test_advantages_and_loss_of_rloo_equal_trls(beta: float) -> None:
     """Advantages and loss: TRL's KL is part of the reward before the baseline, as in `rloo_sequence`."""
     case = Case.make(tools=False)
     penalty_N = -beta * torch.where(case.mask_N, case.old_N - case.ref_N, 0.0)
@@ -771,7 +771,9 @@ def test_rloo(beta: float) -> None:
         ({"multi_objective_aggregation": "normalize_then_sum"}, "gdpo"),
     ],
 )
-def test_grpo_advantages(case: Case, settings: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advantages_of_grpo_equal_trls(
+    case: Case, settings: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both agree but for the number that is added to a standard deviation, which is 1e-4 over it in relative terms."""
     theirs_S = run_trl("GRPOTrainer", case, **settings).inputs["advantages"]
     ours_S = of_sequences(case, our_advantages(case, name))
@@ -780,7 +782,7 @@ def test_grpo_advantages(case: Case, settings: dict[str, Any], name: str, monkey
     torch.testing.assert_close(of_sequences(case, our_advantages(case, name)), theirs_S, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_grpo_advantages_scaled_over_the_batch(case: Case) -> None:
+def test_advantages_of_grpo_scaled_over_the_batch_equal_trls(case: Case) -> None:
     """TRL divides by the unbiased deviation of the raw rewards of all sequences, as our lite_ppo. Whitening over the
     batch divides by that of the centred advantages over action tokens, a common factor of this."""
     theirs_S = run_trl("GRPOTrainer", case, scale_rewards="batch").inputs["advantages"]
@@ -811,7 +813,9 @@ def test_a_group_of_equal_rewards_teaches_nothing_in_either(case: Case) -> None:
         ("bnpo", "token_mean", False),
     ],
 )
-def test_gradient_accumulation(case: Case, loss_type: str, aggregation: str, split_free: bool) -> None:
+def test_accumulated_gradients_equal_those_of_the_whole_batch(
+    case: Case, loss_type: str, aggregation: str, split_free: bool
+) -> None:
     """Two micro-batches in TRL against the whole here: `bnpo` is a mean of their means, the others are ours."""
     both = piece(case, 0, 2 * SAMPLES)
     loss, gradient_N = run_ours(both, aggregation, objective_of())

@@ -290,7 +290,7 @@ def test_labelled_completions_are_imitated_only_when_that_is_said() -> None:
         assert find_format(columns, "set", READING, labels) is ExampleFormat.COMPLETION
 
 
-def test_labels_are_looked_at(tmp_path: Path) -> None:
+def test_labels_that_say_good_and_bad_are_not_imitated_unasked(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b", "label": label} for label in (None, True, False)]
     with pytest.raises(DataError, match="good and bad completions"):
         opened(write(tmp_path / "a.jsonl", *rows))
@@ -328,14 +328,14 @@ def test_texts_become_messages_as_in_rollouts_or_stay_plain() -> None:
         (TrainOn.COMPLETION, (0.0, 0.0, 0.0, 1.0, 1.0)),
     ],
 )
-def test_which_replies_are_trained(train_on: TrainOn, expected: tuple[float, ...]) -> None:
+def test_train_on_says_which_replies_are_trained(train_on: TrainOn, expected: tuple[float, ...]) -> None:
     messages = [*CHAT, *CHAT, {"role": "assistant", "content": "more"}]
     sample, _ = read_row({"messages": messages}, ExampleFormat.MESSAGES, evolve(READING, train_on=train_on))
     assert isinstance(sample, Conversation)
     assert sample.weights == expected
 
 
-def test_keys_of_messages_win() -> None:
+def test_weights_of_messages_win_over_train_on() -> None:
     messages = [*CHAT, CHAT[0], {**CHAT[1], "train": False}, CHAT[0], {**CHAT[1], "weight": 0.5}]
     sample, weight = read_row({"messages": messages, "weight": 2}, ExampleFormat.MESSAGES, READING)
     assert isinstance(sample, Conversation)
@@ -663,7 +663,7 @@ def test_no_row_raises_anything_else(
     assert all(branch.trained for branch in made.branches)
 
 
-def test_large_and_deep_values(tiny_tokenizer: Any) -> None:
+def test_values_too_large_or_nested_too_deeply_are_refused(tiny_tokenizer: Any) -> None:
     preparer = Preparer(tiny_tokenizer, PreparationSettings())
     with pytest.raises(RowError) as caught:
         preparer.prepare({"messages": [CHAT[0], {"role": "assistant", "content": "x" * 2**19}]}, ExampleFormat.MESSAGES)
@@ -795,7 +795,9 @@ def _forked_processes(script_host: ScriptHost) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_forked_processes")
-def test_processes_make_the_same(tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_prepare_what_one_does(
+    tmp_path: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows: list[Any] = [{"messages": [CHAT[0], {"role": "assistant", "content": f"{i} " * (i % 7)}]} for i in range(20)]
     path = write(tmp_path / "a.jsonl", *rows, b"{")
     monkeypatch.setattr(preparation, "CHUNK", 4)
@@ -897,7 +899,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing(tmp_path: Path, tiny_token
     assert len(prepared(opened(path), tiny_tokenizer, tmp_path / "file" / "cache")) == 1
 
 
-def test_mixtures(tmp_path: Path) -> None:
+def test_a_mixture_is_joined_or_drawn_by_probabilities(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", *({"text": f"a {i}"} for i in range(30)))
     second = write(tmp_path / "b.jsonl", *({"messages": CHAT} for _ in range(10)))
     joined = opened(f"{first}, {second}")
@@ -913,7 +915,7 @@ def test_mixtures(tmp_path: Path) -> None:
         opened(f"{first},{second}", probs=(1.0,))
 
 
-def test_other_files_and_missing_ones(tmp_path: Path, tiny_tokenizer: Any) -> None:
+def test_files_are_read_by_their_kind_and_missing_ones_are_named(tmp_path: Path, tiny_tokenizer: Any) -> None:
     (tmp_path / "a.csv").write_text("prompt,completion\nWhat?,That.\n")
     assert len(prepared(opened(tmp_path / "a.csv"), tiny_tokenizer)) == 1
     for name, match in (("none.jsonl", "cannot be read"), ("none.csv", "does not exist")):

@@ -201,7 +201,7 @@ def configured(settings: dict[str, Any]) -> RLConfig:
         {"eval.dataset": "e.jsonl", "eval.n_samples_per_prompt": 4, "eval.temperature": 0.7, "eval.steps": 5},
     ],
 )
-def test_allows(settings: dict[str, Any]) -> None:
+def test_settings_that_fit_together_are_allowed(settings: dict[str, Any]) -> None:
     validate(configured(settings))
 
 
@@ -634,7 +634,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_refuses(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_break_a_rule_are_refused_by_a_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         validate(configured(settings))
     assert message in str(error.value)
@@ -715,19 +715,19 @@ OUT_OF_RANGE = {
 
 
 @pytest.mark.parametrize("key", RANGES)
-def test_refuses_a_value_out_of_range(key: str) -> None:
+def test_a_value_out_of_range_is_refused(key: str) -> None:
     with pytest.raises(ConfigurationError, match=f"change --{key}."):
         validate(configured({key: wrong_value(key)}))
 
 
-def test_refuses_a_text_for_a_number() -> None:
+def test_a_text_for_a_number_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"train.max_steps is '4', but it must be at least 1: change"):
         validate(configured({"train.max_steps": "4"}))
 
 
 @pytest.mark.parametrize("key", ["actor.adam.lr", "rollout.temperature", "algo.kl.target"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_refuses_a_number_that_is_not_finite(key: str, value: float) -> None:
+def test_a_number_that_is_not_finite_is_refused(key: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match="finite"):
         validate(configured({key: value}))
 

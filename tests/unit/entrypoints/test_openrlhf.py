@@ -172,7 +172,7 @@ def test_settings_of_deepspeed_and_vllm_by_their_own_names() -> None:
 # Reading a command line.
 
 
-def test_parse() -> None:
+def test_words_are_parsed_into_flags_and_their_values() -> None:
     argv = ["--a", "--b=1", "\\", "--c", "x", "-1", "\\\n", "...", "--d", "", "--e", "# ", "#", "a", "b", "--f=a=b"]
     assert parse(argv) == [
         Given("--a"),
@@ -198,7 +198,7 @@ def test_ways_to_start_it(prefix: tuple[str, ...]) -> None:
     assert translate([*prefix, "--seed", "7"]).settings["train"]["seed"] == 7
 
 
-def test_quotes_in_one_text() -> None:
+def test_quotes_are_kept_where_a_command_is_one_text() -> None:
     command = "python3 -m openrlhf.cli.train_ppo_ray --input_template 'Question: {}' # --seed 1"
     settings = translate([command]).settings
     assert settings["data"]["input_template"] == "Question: {}"
@@ -240,7 +240,7 @@ def test_flat_and_dotted_flags_are_one_command() -> None:
         (["--enable_vllm_is_correction", "--vllm_is_correction_type", "x"], "x is none of tis, icepop, seq-mask-tis"),
     ],
 )
-def test_errors(argv: list[str], message: str) -> None:
+def test_a_command_that_cannot_be_translated_is_refused(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         translate(argv)
 
@@ -280,7 +280,7 @@ def test_a_reward_server_translates(capsys: pytest.CaptureFixture[str]) -> None:
     assert "listens on 127.0.0.1 without --host" in notes
 
 
-def test_its_dotted_flags_and_defaults_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dotted_flags_and_defaults_of_a_reward_server_translate(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--reward.model_name_or_path rm --ds.param_dtype fp16 --host 0.0.0.0"
     arguments, notes = served(capsys, *flags.split())
     assert (arguments.model, arguments.dtype, arguments.max_length) == ("rm", "float16", 2048)
@@ -300,14 +300,16 @@ def test_its_dotted_flags_and_defaults_too(capsys: pytest.CaptureFixture[str]) -
         ("--ds.param_dtype fp8", "fp8 is none of bf16, fp16, fp32"),
     ],
 )
-def test_its_errors_are_one_sentence(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_a_reward_server_are_one_sentence(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["openrlhf", *SERVE, *flags.split()]) == 2
     output = capsys.readouterr()
     assert message in output.err
     assert output.err.count("\n") == 1
 
 
-def test_it_is_no_run() -> None:
+def test_a_reward_server_is_no_run() -> None:
     with pytest.raises(ConfigurationError, match=r"openrlhf\.cli\.serve_rm does not train by reinforcement learning"):
         translate([*SERVE, "--reward_pretrain", "rm"])
 
@@ -408,7 +410,9 @@ CORRECTION = ("--enable_vllm_is_correction",)
         ),
     ],
 )
-def test_corrections(flags: tuple[str, ...], level: str, mode: str, low: float, high: float) -> None:
+def test_flags_of_corrections_set_level_mode_and_bounds(
+    flags: tuple[str, ...], level: str, mode: str, low: float, high: float
+) -> None:
     correction = config_of(*flags).algo.correction
     assert (correction.level, correction.mode, correction.low, correction.high) == (level, mode, low, high)
     assert notes_of(*flags) == []
@@ -461,14 +465,14 @@ def test_kl_as_a_loss_with_its_true_gradient() -> None:
     assert len(notes_of(*flags[1:])) == 1, "without a loss"
 
 
-def test_aggregations() -> None:
+def test_flags_of_loss_aggregation_translate() -> None:
     mean = ("--actor.loss_agg_mode", "seq-mean-token-mean")
     assert config_of(*mean).actor.loss_aggregation == "sequence_mean"
     assert config_of("--actor.loss_agg_mode", "token-mean").actor.loss_aggregation == "token_mean"
     assert len(notes_of(*mean, "--policy_loss_type", "gspo")) == 1
 
 
-def test_gspo() -> None:
+def test_gspo_takes_its_clip_range_and_no_other_correction() -> None:
     config = config_of("--policy_loss_type", "gspo")
     assert (config.actor.policy_loss_type, config.actor.eps_clip) == ("gspo", 0.2)  # OpenRLHF's one default
     assert config.actor.loss_aggregation is None  # sequence_mean, its own
@@ -481,7 +485,7 @@ def test_gspo() -> None:
     assert len(notes_of("--policy_loss_type", "gspo", "--dual_clip", "3")) == 1
 
 
-def test_clips() -> None:
+def test_flags_of_clip_ranges_translate() -> None:
     assert config_of("--eps_clip", "0.1", "--dual_clip", "3").actor.eps_clip == 0.1
     assert config_of("--dual_clip", "3").actor.dual_clip == 3
     both = ("--eps_clip", "0.1", "--eps_clip_low_high", "0.2", "0.3")
@@ -489,7 +493,7 @@ def test_clips() -> None:
     assert notes_of(*both) == ["not honoured: --eps_clip 0.1: --eps_clip_low_high replaces it"]
 
 
-def test_kl() -> None:
+def test_flags_of_the_kl_term_translate() -> None:
     kl = config_of("--init_kl_coef", "0.001", "--use_kl_loss", "--kl_estimator", "k3").algo.kl
     assert (kl.init_coef, kl.use_loss, kl.estimator) == (0.001, True, "k3")
     kl = config_of("--kl_target", "0.1", "--kl_horizon", "5000").algo.kl
@@ -518,7 +522,9 @@ def test_kl() -> None:
         (("--max_len", "512", "--prompt_max_len", "1000"), 512, None, 512, 2),
     ],
 )
-def test_lengths(flags: tuple[str, ...], together: int | None, prompt: int | None, reply: int, noted: int) -> None:
+def test_flags_of_lengths_translate_and_note_what_is_dropped(
+    flags: tuple[str, ...], together: int | None, prompt: int | None, reply: int, noted: int
+) -> None:
     config = config_of(*flags)
     assert (config.data.max_len, config.data.max_prompt_tokens) == (together, prompt)
     assert config.rollout.max_new_tokens == reply
@@ -533,7 +539,7 @@ def test_a_chat_template_is_kept_where_it_is_used() -> None:
     assert "--apply_chat_template" in notes_of(*flags)[0]
 
 
-def test_batches() -> None:
+def test_flags_of_batch_sizes_translate() -> None:
     config = config_of("--rollout_batch_size", "128", *GROUP, "--train_batch_size", "1024", "--max_epochs", "2")
     assert (config.rollout.batch_size, config.rollout.n_samples_per_prompt) == (128, 8)
     assert (config.train.batch_size, config.train.max_epochs) == (1024, 2)
@@ -554,14 +560,14 @@ def test_over_sampling_needs_a_correction() -> None:
     assert notes_of("--vllm_generate_batch_size", "1024") == []
 
 
-def test_filtering() -> None:
+def test_flags_of_dynamic_filtering_translate() -> None:
     algo = config_of("--dynamic_filtering", "--dynamic_filtering_reward_range", "0.1", "0.9", *GROUP).algo
     assert (algo.dynamic_filtering_enable, algo.dynamic_filtering_range) == (True, (0.1, 0.9))
     assert not config_of("--dynamic_filtering_reward_range", "0.1", "0.9").algo.dynamic_filtering_enable
     assert len(notes_of("--dynamic_filtering_reward_range", "0.1", "0.9")) == 1
 
 
-def test_rewards() -> None:
+def test_flags_of_rewards_and_penalties_translate() -> None:
     http = config_of("--remote_rm_url", "http://a:5000/get_reward,http://b:5000/get_reward").reward
     assert (http.function_path, http.timeout) == (None, 180)
     assert http.remote_url == "http://a:5000/get_reward,http://b:5000/get_reward"
@@ -600,14 +606,14 @@ def test_rewards() -> None:
         ("polynomial", "cosine_with_min_lr", 0.03, 0.1),
     ],
 )
-def test_schedules(scheduler: str, ours: str, warmup: float, floor: float) -> None:
+def test_learning_rate_schedules_translate(scheduler: str, ours: str, warmup: float, floor: float) -> None:
     config = config_of("--lr_scheduler", scheduler)
     for model in (config.actor, config.critic):
         assert (model.lr_scheduler, model.lr_warmup_ratio, model.min_lr_ratio) == (ours, warmup, floor)
     assert len(notes_of("--lr_scheduler", scheduler)) == (scheduler == "polynomial")
 
 
-def test_optimizer() -> None:
+def test_flags_of_the_optimizer_translate() -> None:
     flags = ("--adam_betas", "0.8", "0.9", "--l2", "0.1", "--max_norm", "0.5", "--actor_learning_rate", "2e-6")
     config = config_of(*flags, "--critic_learning_rate", "3e-6", "--actor.optim", "adam")
     for model, lr in ((config.actor, 2e-6), (config.critic, 3e-6)):
@@ -621,14 +627,14 @@ def test_experts_are_balanced() -> None:
     assert notes_of("--aux_loss_coef", "0.1") == []
 
 
-def test_moving_averages() -> None:
+def test_flags_of_moving_averages_translate() -> None:
     train = config_of("--enable_ema", "--ema_beta", "0.9").train
     assert (train.enable_ema, train.ema_beta) == (True, 0.9)
     (note,) = notes_of("--enable_ema")
     assert note.startswith("not identical: --enable_ema: the averages are saved in ema")
 
 
-def test_muon() -> None:
+def test_flags_of_muon_translate() -> None:
     config = config_of("--actor.optim", "muon", "--actor.max_norm", "0", "--critic.optim", "muon")
     assert (config.actor.optim, config.critic.optim) == ("muon", "muon")
     assert (config.actor.muon.lr, config.actor.muon.momentum) == (0.02, 0.95)
@@ -642,7 +648,7 @@ def test_muon() -> None:
     assert config_of("--actor.muon.lr", "0.01") == config_of()
 
 
-def test_data() -> None:
+def test_flags_of_data_translate() -> None:
     data = config_of(
         *("--prompt_data", "a.jsonl,b.jsonl", "--prompt_data_probs", "0.25,0.75", "--prompt_split", "x"),
         *("--input_key", "q", "--label_key", "a", "--input_template", "Q: {}", "--max_samples", "100"),
@@ -665,7 +671,7 @@ def test_data() -> None:
         (("--param_dtype", "fp8"), "auto", 1),
     ],
 )
-def test_dtype(flags: tuple[str, ...], dtype: str, noted: int) -> None:
+def test_number_formats_translate(flags: tuple[str, ...], dtype: str, noted: int) -> None:
     assert config_of(*flags).actor.dtype == dtype
     assert len(notes_of(*flags)) == noted
 
@@ -701,7 +707,7 @@ def test_the_metric_of_the_best_model(key: str, ours: str | None) -> None:
     assert len(told) == (key != "none")
 
 
-def test_evaluation() -> None:
+def test_flags_of_evaluation_translate() -> None:
     evaluation = config_of("--eval_dataset", "e.jsonl", "--eval_steps", "5", "--max_samples", "10").eval
     assert (evaluation.dataset, evaluation.split, evaluation.steps) == ("e.jsonl", "train", 5)
     assert (evaluation.temperature, evaluation.n_samples_per_prompt, evaluation.max_samples) == (0.6, 4, 10)
@@ -782,7 +788,7 @@ def test_flags_that_ask_for_nothing_are_passed_over(flags: tuple[str, ...]) -> N
         (("--train.partial_rollout_enable", "--async_queue_size", "2", "--enable_vllm_is_correction"), 2, "keep"),
     ],
 )
-def test_asynchronous_training(flags: tuple[str, ...], staleness: int, partial: str) -> None:
+def test_flags_of_asynchronous_training_translate(flags: tuple[str, ...], staleness: int, partial: str) -> None:
     train = config_of("--async_train", *flags).train
     assert (train.async_enable, train.max_staleness, train.partial_rollout) == (True, staleness, partial)
     (note,) = notes_of("--async_train", *flags)
@@ -943,7 +949,7 @@ def test_engines_of_an_asynchronous_run_share_no_gpu() -> None:
     assert any("with --async_train actor and reference share GPUs" in note for note in notes_of(*flags))
 
 
-def test_lora() -> None:
+def test_flags_of_lora_translate() -> None:
     reinforce = ("--advantage_estimator", "reinforce")
     config = config_of("--lora_rank", "8", *reinforce)
     assert config.cluster.enable
@@ -1005,7 +1011,9 @@ def test_a_submitted_job_joins_the_cluster_that_runs() -> None:
 # The command.
 
 
-def test_it_prints_what_differs_as_yaml_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_differ_are_printed_as_yaml_that_reads_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = [*MODULE, *LEAST, *GROUP, "--advantage_estimator", "group_norm", "--actor_learning_rate", "5e-7", "--bf16"]
     assert main(["openrlhf", *argv, "--zpg", "2"]) == 0
     output = capsys.readouterr()
@@ -1021,7 +1029,7 @@ def test_it_prints_what_differs_as_yaml_that_reads_back(tmp_path: Path, capsys: 
     assert structure_config(yaml.safe_load(capsys.readouterr().out)) == translated_config(argv)[0]
 
 
-def test_the_defaults_have_no_lines() -> None:
+def test_settings_at_their_defaults_are_not_printed() -> None:
     assert changed_settings(RLConfig()) == {}
     config = RLConfig()
     config.reward.weights = {"a": 2.0}
@@ -1029,13 +1037,15 @@ def test_the_defaults_have_no_lines() -> None:
     assert changed_settings(config) == {"critic": {"value_clip": None}, "reward": {"weights": {"a": 2}}}
 
 
-def test_it_says_what_a_run_would_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_would_refuse_is_said_beside_the_translation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["openrlhf", *MODULE, "--pretrain", "m", "--prompt_data", "d.jsonl"]) == 0
     assert "rollgrad train rl will refuse this: No reward is set" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
-def test_run_trains(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_run_the_translated_command_trains(
+    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained: list[RLConfig] = []
 
     def record(config: RLConfig) -> int:
@@ -1051,18 +1061,18 @@ def test_run_trains(place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "--zpg 2" in output.err
 
 
-def test_run_refuses_as_train_rl_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_run_a_command_is_refused_as_train_rl_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["openrlhf", "--run", *MODULE, "--pretrain", "m", "--prompt_data", "d.jsonl"]) == 2
     assert "error: No reward is set" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_shown_without_a_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["openrlhf", *arguments]) == 0
     assert capsys.readouterr().out.startswith("usage: rollgrad openrlhf")
 
 
-def test_it_translates_without_torch() -> None:
+def test_translating_does_not_import_torch() -> None:
     code = "import sys, rollgrad.entrypoints.openrlhf.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -199,13 +199,13 @@ def test_the_batch_is_that_of_all_processes() -> None:
         (("--warmup_steps", "0.1", "--lr_scheduler_type", "constant"), 0.0, 1),
     ],
 )
-def test_warm_up(flags: tuple[str, ...], share: float, noted: int) -> None:
+def test_flags_of_warm_up_translate(flags: tuple[str, ...], share: float, noted: int) -> None:
     result = translated("sft", *flags)
     assert result.run.actor.lr_warmup_ratio == share
     assert sum("--warmup" in note for note in result.notes) == noted
 
 
-def test_adapters() -> None:
+def test_flags_of_adapters_translate() -> None:
     found = settings(
         "sft", "--use_peft", "--lora_r", "8", "--load_in_4bit", "--lora_target_modules", "q_proj", "v_proj"
     )
@@ -265,7 +265,7 @@ def test_adapters_leave_out_what_they_do_in_trl(command: str, flags: tuple[str, 
     assert any("--lora_dropout" in note for note in result.notes) is (bool(flags) and "0.2" in flags and not share)
 
 
-def test_trackers() -> None:
+def test_flags_of_trackers_translate() -> None:
     flags = ("--report_to", "wandb", "tensorboard", "--project", "p", "--run_name", "n", "--output_dir", "runs/x")
     assert holds(
         settings("sft", *flags),
@@ -291,7 +291,7 @@ def test_rows_of_a_packed_step_are_told() -> None:
     assert any("--per_device_train_batch_size" in note for note in translated("sft", "--packing").notes)
 
 
-def test_data_and_evaluation() -> None:
+def test_flags_of_data_and_evaluation_translate() -> None:
     flags = ("--dataset_config", "main", "--dataset_train_split", "a", "--eval_strategy", "steps", "--eval_steps", "50")
     expected = {"data.dataset": "d.jsonl:main", "data.split": "a", "eval.dataset": "d.jsonl:main", "eval.steps": 50}
     assert holds(settings("kto", *flags), expected)
@@ -315,7 +315,7 @@ def test_the_chat_template_is_for_messages(command: str) -> None:
         assert any("--chat_template_path" in note for note in result.notes)
 
 
-def test_losses() -> None:
+def test_flags_of_preference_losses_translate() -> None:
     mixed = settings("dpo", "--loss_type", "sigmoid", "bco_pair", "sft", "--loss_weights", "0.8", "0.2", "1.0")
     assert holds(mixed, {"dpo.loss": ("sigmoid", "bco_pair", "sft"), "dpo.loss_weights": (0.8, 0.2, 1.0)})
     robust = settings("dpo", "--loss_type", "robust", "--label_smoothing", "0.1", "--beta", "0.3")
@@ -357,7 +357,7 @@ def test_losses() -> None:
         ("vespo", "vespo", None),
     ],
 )
-def test_groups(loss: str, ours: str, aggregation: str | None) -> None:
+def test_flags_of_groups_and_their_loss_translate(loss: str, ours: str, aggregation: str | None) -> None:
     flags = ("--num_generations", "4", "--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "2")
     found = settings("grpo", *flags, "--loss_type", loss, "--beta", "0.04", "--epsilon_high", "0.3")
     assert holds(
@@ -534,7 +534,7 @@ def test_what_else_trl_does_is_named() -> None:
         (("--off_policy_mask_threshold", "0.2"), {"level": "sequence", "mode": "mask", "gate": "opsm"}),
     ],
 )
-def test_corrections_for_vllm(flags: tuple[str, ...], correction: dict[str, Any]) -> None:
+def test_flags_of_corrections_for_vllm_translate(flags: tuple[str, ...], correction: dict[str, Any]) -> None:
     found = translated("grpo", "--use_vllm", *flags)
     chosen = attrs.asdict(found.run.algo.correction)
     assert {key: chosen[key] for key in correction} == correction
@@ -611,7 +611,7 @@ def test_a_file_of_settings_is_read_and_flags_win(tmp_path: Path) -> None:
             translated("dpo", "--config", str(path))
 
 
-def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_settings_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trl", "reward", *LEAST, "--report_to", "comet_ml"]) == 0
     output = capsys.readouterr()
     assert output.out.startswith("# rollgrad train rm --config FILE\n")
@@ -636,14 +636,14 @@ def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.Captur
         (["sft", "--run"], "No model is set"),
     ],
 )
-def test_errors_are_sentences(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_error_is_a_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trl", *words]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
 
 
-def test_help_comes_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_does_not_import_torch(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--help"], ["sft", "--help"]):
         assert main(["trl", *words]) == 0
         assert capsys.readouterr().out.startswith("usage: rollgrad trl")
@@ -681,7 +681,7 @@ def test_names_of_earlier_releases_mean_the_same(command: str) -> None:
     assert settings(command, *older) == settings(command, *newer)
 
 
-def test_lengths_of_earlier_releases() -> None:
+def test_flags_of_lengths_of_earlier_releases_translate() -> None:
     assert settings("grpo", "--max_prompt_length", "64")["data.max_prompt_tokens"] == 64
     assert any(
         "--max_prompt_length 64: longer" in note for note in translated("grpo", "--max_prompt_length", "64").notes

@@ -238,7 +238,7 @@ def asynchronous(module: str, *overrides: str) -> TranslatedRun:
     return result
 
 
-def test_fully_asynchronous_training() -> None:
+def test_fully_asynchronous_training_translates() -> None:
     result = asynchronous(
         "fully_async_policy.fully_async_main",
         *("--config-name=fully_async_ppo_trainer", "data.train_batch_size=0", "data.gen_batch_size=1"),
@@ -264,7 +264,7 @@ def test_fully_asynchronous_training() -> None:
     assert "staleness_threshold=0.5: 1, for whole rollouts may be ahead" in "\n".join(result.notes)
 
 
-def test_one_step_off_policy() -> None:
+def test_training_one_step_off_policy_translates() -> None:
     result = asynchronous("one_step_off_policy.main_ppo", "data.train_batch_size=64", "rollout.n_gpus_per_node=4")
     expected = {"train.async_enable": True, "train.max_staleness": 1, "train.partial_rollout": "none"}
     others = {"algo.old_logprobs": "rollout", "vllm.num_engines": 2, "train.colocate_all": False}
@@ -278,7 +278,7 @@ def test_programs_that_read_the_same_settings(older: str, newer: str) -> None:
     assert found[0] == found[1]
 
 
-def test_modes_of_the_trainer() -> None:
+def test_modes_of_the_trainer_translate() -> None:
     mode, engines = "trainer.v1.trainer_mode=", f"{ROLLOUT}.nnodes=1"
     assert translated(*GROUP, f"{mode}sync").run == translated(*GROUP).run
     apart = settings(*GROUP, f"{mode}separate_async", engines, f"{ACTOR}.use_kl_loss=True")
@@ -429,12 +429,12 @@ def test_the_defaults_of_verl_count() -> None:
         (("algorithm.kl_ctrl.kl_coef=0.5",), (0.0, False, "k1")),
     ],
 )
-def test_kl(overrides: tuple[str, ...], expected: tuple[float, bool, str]) -> None:
+def test_settings_of_the_kl_term_translate(overrides: tuple[str, ...], expected: tuple[float, bool, str]) -> None:
     found = settings(*GROUP, *overrides)
     assert (found["algo.kl.init_coef"], found["algo.kl.use_loss"], found["algo.kl.estimator"]) == expected
 
 
-def test_an_adaptive_weight_of_kl() -> None:
+def test_an_adaptive_kl_controller_translates() -> None:
     adaptive = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2")
     assert holds(settings(*adaptive), {"algo.kl.target": 0.2, "algo.kl.horizon": 10000.0})
     assert settings(adaptive[0], adaptive[2])["algo.kl.target"] is None
@@ -455,7 +455,7 @@ def test_an_adaptive_weight_of_kl() -> None:
         ("grpo_passk", "pass_at_k"),
     ],
 )
-def test_estimators(given: str, ours: str) -> None:
+def test_names_of_estimators_translate(given: str, ours: str) -> None:
     found = settings(f"algorithm.adv_estimator={given}", f"{ROLLOUT}.n=4")
     assert found["algo.advantage.estimator"] == ours
 
@@ -488,7 +488,7 @@ def test_grpo_without_the_deviation_is_dr_grpo() -> None:
         (("vanilla", f"{ACTOR}.loss_agg_mode=token-sum"), {"actor.loss_aggregation": "token_sum"}),
     ],
 )
-def test_policy_losses(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
+def test_loss_modes_translate(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
     mode, *others = overrides
     assert holds(settings(*GROUP, f"{ACTOR}.policy_loss.loss_mode={mode}", *others), expected)
 
@@ -504,7 +504,7 @@ def test_policy_losses(overrides: tuple[str, ...], expected: dict[str, Any]) -> 
         (("rollout_rs=geometric", "rollout_rs_threshold=1.01"), ("geometric", "mask", 1 / 1.01, 1.01)),
     ],
 )
-def test_corrections(overrides: tuple[str, ...], expected: tuple[str, str, float, float]) -> None:
+def test_settings_of_corrections_translate(overrides: tuple[str, ...], expected: tuple[str, str, float, float]) -> None:
     found = settings(*(f"algorithm.rollout_correction.{override}" for override in overrides))
     assert tuple(found[f"algo.correction.{key}"] for key in ("level", "mode", "low", "high")) == expected
 
@@ -539,7 +539,7 @@ def test_the_bound_of_dppos_ratios_is_told() -> None:
     assert "ratios weigh" not in notes(*dppo, f"{ACTOR}.clip_ratio_c=20")
 
 
-def test_warm_up_and_schedule() -> None:
+def test_warm_up_and_schedule_translate() -> None:
     found = settings(
         f"{ACTOR}.optim.lr_warmup_steps=10",
         "trainer.total_training_steps=100",
@@ -550,7 +550,7 @@ def test_warm_up_and_schedule() -> None:
     assert holds(found, {f"actor.{key}": value for key, value in expected.items()} | {"train.max_steps": 100})
 
 
-def test_adapters_of_megatron() -> None:
+def test_adapters_of_megatron_translate() -> None:
     lora = (f"actor_rollout_ref.model.lora.{setting}" for setting in ("rank=8", "target_modules=[linear_qkv]"))
     expected = {"rank": 8, "alpha": 32, "target_modules": ("all-linear",)}
     assert holds(settings(*GROUP, *lora), {f"actor.lora.{key}": value for key, value in expected.items()})
@@ -578,7 +578,7 @@ def test_what_every_run_does_is_not_told() -> None:
     assert "data.shuffle=False" in notes("data.shuffle=False")
 
 
-def test_a_reward_function() -> None:
+def test_the_reward_function_translates() -> None:
     assert settings("custom_reward_function.path=r.py")["reward.function_path"] == "r.py:compute_score"
     newer = ("reward.custom_reward_function.path=r.py", "reward.custom_reward_function.name=f")
     assert settings(*newer)["reward.function_path"] == "r.py:f"
@@ -627,7 +627,7 @@ def test_the_length_penalty_of_another_reward_manager_is_told() -> None:
         ),
     ],
 )
-def test_a_teacher(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
+def test_settings_of_a_teacher_translate(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
     """With rewards or alone, by policy gradient or as a loss; it is the reference, of which a run has one."""
     words = (*GROUP, *TAUGHT, *(f"{TEACHING}.{word}" for word in overrides))
     found = settings(*words)
@@ -825,7 +825,7 @@ def test_a_file_of_settings_is_read_and_overrides_win(tmp_path: Path) -> None:
         (["bash -c 'x"], "cannot be split into words"),
     ],
 )
-def test_errors_are_sentences(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_error_is_a_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verl", *words]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -835,7 +835,7 @@ def test_errors_are_sentences(words: list[str], message: str, capsys: pytest.Cap
 # The command.
 
 
-def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_settings_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verl", *shlex.split(COMMANDS[0])]) == 0
     output = capsys.readouterr()
     assert output.out.startswith("# rollgrad train rl --config FILE\n")
@@ -845,7 +845,7 @@ def test_it_prints_settings_that_read_back(tmp_path: Path, capsys: pytest.Captur
     assert yaml.safe_load(capsys.readouterr().out)["rollout"]["batch_size"] == 1024
 
 
-def test_help_comes_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_does_not_import_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verl", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: rollgrad verl")
     code = "import sys, rollgrad.entrypoints.verl.command; sys.exit('torch' in sys.modules)"
