@@ -192,15 +192,27 @@ def _servers_wait_little() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def charts_of_reports() -> Iterator[tuple[Any, ...]]:
-    """Charts of a run's image, which has none where a run in a test draws it: they take longer than the run. The
-    image's own tests draw them all, and so does a command that runs in a process of its own."""
+def whole_reports() -> Iterator[Callable[[pytest.MonkeyPatch], None]]:
+    """Gives reports their charts and their rollouts, which those of runs in tests lack: they take as long as the run.
+    The reports' own tests have them, and so does a command that runs in a process of its own."""
     from rollgrad.adapters.tracking import curves
+    from rollgrad.entrypoints.ui import report
 
-    charts = curves.PANELS
+    without: tuple[tuple[Any, str, Any], ...] = (
+        (curves, "PANELS", ()),
+        (report, "MOST_ROLLOUTS", 0),
+        (report, "MOST_PROMPTS", 0),
+    )
+    whole = [(module, name, getattr(module, name)) for module, name, _ in without]
+
+    def give(patch: pytest.MonkeyPatch) -> None:
+        for place in whole:
+            patch.setattr(*place)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curves, "PANELS", ())
-        yield charts
+        for place in without:
+            patch.setattr(*place)
+        yield give
 
 
 @pytest.fixture(autouse=True, scope="session")

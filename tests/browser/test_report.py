@@ -1,6 +1,6 @@
 """`report.html`: the same page in one file, opened from the disk."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,14 @@ pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
-def report(kept_runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(
+    kept_runs: Path, tmp_path_factory: pytest.TempPathFactory, whole_reports: Callable[[pytest.MonkeyPatch], None]
+) -> Path:
     from rollgrad.entrypoints.ui.report import write_run_report
 
-    return write_run_report(kept_runs / "other", tmp_path_factory.mktemp("reports") / "report.html")
+    with pytest.MonkeyPatch.context() as patch:
+        whole_reports(patch)
+        return write_run_report(kept_runs / "other", tmp_path_factory.mktemp("reports") / "report.html")
 
 
 @pytest.fixture

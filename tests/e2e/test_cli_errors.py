@@ -53,20 +53,25 @@ def workspace(tmp_path: Path) -> Path:
         ("doctor --jsn", "did you mean --json?"),
     ],
 )
-def test_bad_input_is_one_sentence(workspace: Path, arguments: str, message: str) -> None:
-    result = rollgrad(*arguments.split(), cwd=workspace)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    assert message in result.stderr
-    assert not (workspace / "runs").exists()
+def test_bad_input_is_one_sentence(
+    workspace: Path, arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(workspace)
+    assert main(arguments.split()) == 2
+    output, errors = capfd.readouterr()
+    assert output == ""
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    assert message in errors
+    assert not Path("runs").exists()
 
 
 def test_all_that_is_missing_is_told_at_once(workspace: Path) -> None:
     result = rollgrad("train", "rl", "--config", "plain.txt", "--rollout.top_p", "7", cwd=workspace)
     lines = result.stderr.splitlines()
     assert result.returncode == 2
+    assert result.stdout == ""
+    assert not (workspace / "runs").exists()
     assert all(line.startswith("error: ") for line in lines)
     assert [flag for flag in ("top_p", "model_name_or_path", "prompt_dataset") if flag in result.stderr] == [
         *("top_p", "model_name_or_path", "prompt_dataset")

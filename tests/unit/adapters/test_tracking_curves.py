@@ -1,6 +1,7 @@
 """The image of a run's curves: which are drawn."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,13 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from rollgrad.adapters.tracking import curves
 from rollgrad.adapters.tracking.curves import draw_curves
 from rollgrad.adapters.tracking.metrics_file import read_metrics
 
 
 @pytest.fixture(autouse=True)
-def _all_charts(charts_of_reports: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves, "PANELS", charts_of_reports)
+def _all_charts(whole_reports: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_reports(monkeypatch)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ from rollgrad.entrypoints.ui import report
 from rollgrad.entrypoints.ui.report import write_run_report
 from rollgrad.entrypoints.ui.run_view import RunView
 from tests.kept_rollouts import group, usual_run, write_rollouts
+
+
+@pytest.fixture(autouse=True)
+def _whole(whole_reports: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole_reports(monkeypatch)
 
 
 def data_of(page: Path) -> dict[str, Any]:
