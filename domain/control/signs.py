@@ -81,7 +81,8 @@ def age(name: str, metrics: Metrics) -> float:
 
 def _constant_reward(metrics: Metrics, run: LearningSettings) -> float | None:
     lowest, highest = metrics.get("reward/min"), metrics.get("reward/max")
-    return lowest if run.judged_by_outcome and lowest is not None and lowest == highest else None
+    several = metrics.get("rollout/samples", 2.0) > 1  # one reply is never told from another
+    return lowest if run.judged_by_outcome and several and lowest is not None and lowest == highest else None
 
 
 def _describe_constant_reward(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
@@ -139,6 +140,8 @@ def _describe_no_gradient(metrics: Metrics, run: LearningSettings, rollouts: int
         f"The gradient of the policy was {metrics['policy/grad_norm']:.2g} in {in_rollouts(rollouts)} (mean size of an "
         f"advantage {metrics.get('advantage/abs_mean', 0.0):.3g}): the weights stay as they are."
     )
+    if metrics.get("rollout/samples") == 1:
+        return evidence, "--rollout.batch_size and --rollout.n_samples_per_prompt: a rollout has one reply"
     return evidence, "--algo.advantage.estimator and the reward"
 
 

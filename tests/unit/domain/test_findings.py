@@ -202,6 +202,15 @@ def test_a_constant_is_one_number_over_the_rollouts_too() -> None:
     assert watch(*changing)[1] == {}
 
 
+def test_rollouts_of_one_reply_that_is_compared_with_itself_are_told() -> None:
+    """Its reward is the least and the greatest, and another one in each rollout."""
+    rollouts = [NOTHING | {"rollout/samples": 1.0, "reward/min": value, "reward/max": value} for value in (0, 1, 0, 1)]
+    _, told = watch(*rollouts, compared_in_groups=False)
+    (finding,) = told[WINDOW]
+    assert finding.name == "no_gradient"
+    assert "--rollout.batch_size and --rollout.n_samples_per_prompt" in finding.look_at
+
+
 def test_a_constant_reward_of_replies_that_were_cut_off_names_what_cuts_them() -> None:
     _, told = watch(*[SIGNS["constant_reward"] | SIGNS["truncated"]] * WINDOW)
     constant = next(finding for finding in told[WINDOW] if finding.name == "constant_reward")
