@@ -108,7 +108,10 @@ async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool
             await asyncio.wait([task])  # unlike awaiting the task, this never cancels it
         except asyncio.CancelledError:
             cancelled = True
-            log.info("interrupted: what has begun is finished first")
+            log.info(
+                "interrupted: what has begun is finished first; who kills the run sooner loses all since its newest "
+                "training state"
+            )
     return task.result(), cancelled
 
 
