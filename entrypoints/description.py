@@ -101,7 +101,7 @@ def check_continues(begun: Mapping[str, Any] | None, now: Description, run: type
         )
     if other := changed_code(begun, now):
         log.warning(
-            "the run continues with other code than it began with: its results are those of both",
+            "the run continues with files of another content than it began with: its results are those of both",
             **{name.replace(".", "_"): now["settings"][name] for name in other},
         )
     if changed:

@@ -309,7 +309,7 @@ def test_a_run_continues_as_what_it_began(
     assert "train_max_tokens_per_micro_batch=" in told
     assert "actor_adam_lr=" in told
     assert 'algo_dynamic_filtering_path="keep.py -> moved/keep.py"' in told
-    (warning,) = [line for line in told.splitlines() if "other code than it began with" in line]
+    (warning,) = [line for line in told.splitlines() if "files of another content than it began with" in line]
     assert "reward_function_path=reward.py" in warning
     rows = logged(Path("out"))
     assert [row["policy/lr"] for row in rows] == [0.001] + [0.0005] * (STEPS - 1)

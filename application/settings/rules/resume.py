@@ -95,10 +95,11 @@ CODE = (
     "critic.optim_path",
     "critic.lr_scheduler_path",
     "agent.tools",
+    "reward.judge_prompt",
 )
-"""Settings that name files of code, which may move. Another content of them is told, not refused: a run may end by a
-mistake in them, which is then mended."""
-TEXTS = ("data.chat_template", "algo.kl.teacher_template", "reward.judge_prompt")
+"""Settings that name files of code, and what a judge is asked, which may move. Another content of them is told, not
+refused: a run may end by a mistake in them, which is then mended."""
+TEXTS = ("data.chat_template", "algo.kl.teacher_template")
 """Settings that name files of text, or are it: what they hold counts, not where it is."""
 DATA = "data.prompt_dataset"
 EXAMPLES = "data.dataset"
@@ -168,7 +169,7 @@ def changes(begun: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[
 
 
 def changed_code(begun: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the settings whose files of code hold something else than when the run began."""
+    """Returns the settings of `CODE` whose files hold something else than when the run began."""
     held = {name: (_holds(name, begun), _holds(name, now)) for name in CODE}
     return [name for name, (before, after) in held.items() if None not in (before, after) and before != after]
 
