@@ -30,12 +30,21 @@ DISCARD_SECONDS = 0.1
 MOST_CONNECTIONS = 4096
 """Largest number of connections of a server, or half of the file descriptors of the process if that is less."""
 
+WAITING_CONNECTIONS = 2048
+"""Connections that wait in the kernel to be accepted; it may allow fewer."""
+
 
 def connection_limit() -> int:
     """Returns the largest number of connections of a server; the process needs file descriptors for other things,
     too."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_CONNECTIONS if allowed == resource.RLIM_INFINITY else max(1, min(MOST_CONNECTIONS, allowed // 2))
+
+
+def accepted_at_once() -> int:
+    """Returns how many connections are accepted before those that are too many are closed, which takes a few turns of
+    the event loop: so few that a burst leaves the process file descriptors for other things."""
+    return max(1, min(64, connection_limit() // 16))
 
 
 class BoundedProtocol(H11Protocol):

@@ -26,7 +26,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from rollgrad.adapters.servers.connections import HEADER_BYTES, IDLE_SECONDS, BoundedProtocol
+from rollgrad.adapters.servers.connections import (
+    HEADER_BYTES,
+    IDLE_SECONDS,
+    WAITING_CONNECTIONS,
+    BoundedProtocol,
+    accepted_at_once,
+)
 from rollgrad.adapters.servers.guard import (
     HEALTH_PATH,
     MAX_BODY_BYTES,
@@ -199,6 +205,7 @@ class Server:
                 Guard(app, host=host, token=token, max_body=max_body, guarded=guarded),
                 http=BoundedProtocol,
                 timeout_keep_alive=IDLE_SECONDS,
+                backlog=accepted_at_once(),  # asyncio accepts so many in a row
                 h11_max_incomplete_event_size=HEADER_BYTES,
                 ssl_certfile=None if tls is None else str(tls.certfile),
                 ssl_keyfile=None if tls is None else str(tls.keyfile),
@@ -233,6 +240,7 @@ class Server:
             if self._task.done():
                 self._task.result()
             await asyncio.sleep(0.001)
+        bound.listen(WAITING_CONNECTIONS)  # in the kernel more may wait than are accepted in a row
         _log.info("server_started", name=self._name, url=self.url)
         return self.url
 

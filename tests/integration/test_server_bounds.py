@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import select
 import socket
 import ssl
 import subprocess
@@ -153,6 +155,30 @@ async def test_more_connections_than_the_process_has_room_for(monkeypatch: pytes
     for _, each in [*held, (reader, writer)]:
         each.close()
     await server.stop()
+
+
+async def test_a_burst_of_connections_leaves_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are too many are closed soon, but in between a run may have no file left for its checkpoint."""
+    limit, burst = 64, 400
+    monkeypatch.setattr(connections, "connection_limit", lambda: limit)
+    server = plain_server()
+    url = await server.start()
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    clients = [socket.socket() for _ in range(burst)]
+    before = most = len(os.listdir("/proc/self/fd"))
+    for client in clients:
+        client.setblocking(False)
+        client.connect_ex(address)  # the kernel takes it until the server does
+    closed = 0
+    async with asyncio.timeout(WAIT_SECONDS):
+        while closed < burst - limit:
+            await asyncio.sleep(0)
+            most = max(most, len(os.listdir("/proc/self/fd")))
+            closed = len(select.select(clients, [], [], 0)[0])
+    for client in clients:
+        client.close()
+    await server.stop()
+    assert before < most < before + 2 * limit
 
 
 async def test_what_no_model_could_read_is_refused_before_it_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
