@@ -214,12 +214,16 @@ class JudgeServers:
     def _http(self) -> "httpx2.AsyncClient":
         import httpx2
 
+        from rollgrad.adapters.system.bounded_answer import UNCOMPRESSED, bound
+
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:  # connections belong to the loop that opened them
             self._loop = loop
             token = os.environ.get(self._token_variable)
             # asyncio.timeout in ask is the deadline; a timeout of the client could only end the call earlier.
             self._client = httpx2.AsyncClient(
-                timeout=None, headers={"Authorization": f"Bearer {token}"} if token else None
+                timeout=None,
+                headers={**UNCOMPRESSED, **({"Authorization": f"Bearer {token}"} if token else {})},
+                event_hooks={"response": [bound]},
             )
         return self._client

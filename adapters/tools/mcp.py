@@ -49,8 +49,6 @@ SESSION_HEADER = "mcp-session-id"
 """Header of requests within a session, which the protocols before 2026 have; one that the server does not know is
 answered with 404."""
 
-ANSWER_BYTES = 16 * 2**20
-"""Largest answer over HTTP, and largest event of a stream: a dozen large images, and no more than one call may take."""
 MOST_TOOLS = 1024
 """Most tools of a server: a model is shown all of them in each prompt."""
 SDK_LOGGERS = ("mcp.client", "mcp.shared")
@@ -272,11 +270,7 @@ class McpTools:
             await self._closing.wait()
 
     async def _notice(self, response: "httpx2.Response") -> None:
-        """Bounds an answer; ends the connection to a server that does not know its session, as one that was started
-        again does not."""
-        from rollgrad.adapters.tools.bounded_answer import bound
-
-        bound(response, ANSWER_BYTES)
+        """Ends the connection to a server that does not know its session, as one that was started again does not."""
         asked = response.request
         forgotten = response.status_code == 404 and asked.method == "POST" and SESSION_HEADER in asked.headers
         if forgotten and self._client is not None:
@@ -337,7 +331,7 @@ async def _client(server: str, notice: Callable[["httpx2.Response"], Awaitable[N
     from mcp.client.stdio import stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
-    from rollgrad.adapters.tools.bounded_answer import UNCOMPRESSED
+    from rollgrad.adapters.system.bounded_answer import ANSWER_BYTES, UNCOMPRESSED, bound
 
     async with AsyncExitStack() as stack:
         if server.startswith(URLS):
@@ -346,7 +340,7 @@ async def _client(server: str, notice: Callable[["httpx2.Response"], Awaitable[N
                 verify=trusted_certificates(),
                 headers={**UNCOMPRESSED, **({"Authorization": f"Bearer {token}"} if token else {})},
                 timeout=httpx2.Timeout(CALL_SECONDS, read=None),  # a stream of events may pause for long
-                event_hooks={"response": [notice]},
+                event_hooks={"response": [bound, notice]},
             )
             await stack.enter_async_context(http)
             transport = streamable_http_client(server, http_client=http, max_sse_event_size=ANSWER_BYTES)

@@ -14,6 +14,7 @@ from attrs import evolve
 
 from rollgrad.adapters.rewards import posting
 from rollgrad.adapters.rewards.http import TOKEN_VARIABLE, HttpReward
+from rollgrad.adapters.system.bounded_answer import ANSWER_BYTES
 from rollgrad.domain.control.circuit_breaker import Circuit
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
@@ -209,6 +210,7 @@ async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (404, "no such page", "answered 404 ('no such page')"),
         (200, "hello", "which is no JSON"),
+        pytest.param(200, " " * (ANSWER_BYTES + 1), "has more than 16,777,216 bytes", id="endless"),
         (200, {"scores": [1.0]}, "needs the key 'rewards'"),
         (200, {"rewards": [1.0, 2.0]}, "2 rewards for 1 reply"),
         (200, {"rewards": ["high"]}, "not numbers"),

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from rollgrad.adapters.tools import mcp
+from rollgrad.adapters.system.bounded_answer import ANSWER_BYTES
 from rollgrad.adapters.tools.mcp import McpTool, connect
 from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import ConfigurationError
 
 TOOLS = ("fine", "large", "packed", "picture", "page", "moved")
-LARGE = mcp.ANSWER_BYTES + 1
+LARGE = ANSWER_BYTES + 1
 
 
 class _Server(BaseHTTPRequestHandler):

@@ -8,19 +8,21 @@ from typing import cast
 
 import httpx2
 
+ANSWER_BYTES = 16 * 2**20
+"""Largest answer, and largest event of a stream: a dozen large images, or the rewards of a hundred thousand replies."""
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
 """Headers of a request whose answer is to be bounded: a compressed one may grow a thousandfold."""
 
 
-def bound(response: httpx2.Response, most: int) -> None:
-    """Has the reading of an answer raise `httpx2.StreamError` after `most` bytes, unless it is a stream of events, and
-    at once if it is compressed. For the hooks of a client, which see an answer before its body is read."""
+async def bound(response: httpx2.Response) -> None:
+    """Has the reading of an answer raise `httpx2.StreamError` after `ANSWER_BYTES`, unless it is a stream of events,
+    and at once if it is compressed. A hook of clients, which see an answer before its body is read."""
     stream = cast(httpx2.AsyncByteStream, response.stream)
     encoding = response.headers.pop("content-encoding", "identity")
     if encoding != "identity":
         response.stream = _Bounded(stream, 0, f"it is compressed ({encoding}), which was not asked for")
     elif not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
-        response.stream = _Bounded(stream, most, f"it has more than {most:,} bytes")
+        response.stream = _Bounded(stream, ANSWER_BYTES, f"it has more than {ANSWER_BYTES:,} bytes")
 
 
 class _Bounded(httpx2.AsyncByteStream):
