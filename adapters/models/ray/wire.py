@@ -280,30 +280,37 @@ def merged(passes: Passes[Any], results: Sequence[Mapping[str, Array]]) -> dict[
     """Returns columns [N] of the whole batch from the values of each part's action tokens, or, of `EXPERTS`, from those
     of all its tokens."""
     whole = passes.whole
-    mask_N = whole.action_mask_N.numpy()
-    full = {
+    merged_columns = {
         name: np.zeros(
             (whole.token_count, *column.shape[1:]), column.dtype if column.dtype.kind in "iu" else np.float32
         )
         for name, column in results[0].items()
     }
+    mask_N = whole.action_mask_N.numpy()
     changes = np.flatnonzero(mask_N[1:] != mask_N[:-1]) + 1
     for part, columns in enumerate(results):
         sequences = torch.tensor([s for plan in passes.plan for s in plan[part]], dtype=torch.int64)
         runs = whole.runs(sequences)
-        places = np.searchsorted(changes, np.array(runs).reshape(-1, 2)).tolist()
-        taken = passed = 0
-        for (start, stop), (first, last) in zip(runs, places, strict=True):
-            if EXPERTS in columns:
-                full[EXPERTS][start:stop] = columns[EXPERTS][passed : passed + stop - start]
-            for begin, end in pairwise([start, *changes[first:last].tolist(), stop]):
-                if begin < end and mask_N[begin]:  # a stretch of actions, which costs less than its tokens' places
-                    for name, values in columns.items():
-                        if name != EXPERTS:
-                            full[name][begin:end] = values[taken : taken + end - begin]
-                    taken += end - begin
-            passed += stop - start
-    return {name: torch.from_numpy(column_N) for name, column_N in full.items()}
+        # Copying stretches of neighbours costs less than indexing their tokens.
+        actions = _action_stretches(runs, mask_N, changes)
+        for name, values in columns.items():
+            taken = 0
+            for start, stop in runs if name == EXPERTS else actions:
+                merged_columns[name][start:stop] = values[taken : taken + stop - start]
+                taken += stop - start
+    return {name: torch.from_numpy(column_N) for name, column_N in merged_columns.items()}
+
+
+def _action_stretches(runs: Sequence[tuple[int, int]], mask_N: Array, changes: Array) -> list[tuple[int, int]]:
+    """Returns the stretches of action tokens within runs of tokens, each from its first token to behind its last.
+    `changes` are the places at which the mask of actions differs from the place before."""
+    places = np.searchsorted(changes, np.array(runs).reshape(-1, 2)).tolist()
+    return [
+        (begin, end)
+        for (start, stop), (first, last) in zip(runs, places, strict=True)
+        for begin, end in pairwise([start, *changes[first:last].tolist(), stop])
+        if begin < end and mask_N[begin]
+    ]
 
 
 class Recording:
