@@ -4,7 +4,7 @@ docs/trajectories.md says what each column means. Does not own: files (`trajecto
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -97,35 +97,48 @@ def trajectory_table(
     played = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     shared = {id(group): _of_group(group, secrets) for group in groups}
     rows = [shared[id(group)] | _row(group, t, plain, secrets) for group, t in played]
-    branches: dict[tuple[int, int], int] = {}
-    for row in rows:
-        rollout = row["group_id"], row["sample_id"]
-        row["branch"] = branches[rollout] = branches.get(rollout, -1) + 1
+    _number_branches(rows)
     columns: dict[str, Any] = {}
     if batch is not None:
         columns = _token_columns(batch, text, secrets)
-        advantages = columns["token_advantage"]
-        if advantages is not None:
-            mask_N = batch.action_mask_N.cpu().numpy()
-            for row, start, length in zip(rows, _starts(batch).tolist(), batch.lengths_S.tolist(), strict=True):
-                actions = advantages[start : start + length][mask_N[start : start + length]]
-                row["advantage"] = float(actions.mean()) if len(actions) else None
+        if columns["token_advantage"] is not None:
+            _add_advantages(rows, batch, columns["token_advantage"])
     rows += [shared[id(group)] | _failed(group, failure, secrets) for group in groups for failure in group.failures]
     made = {}
     for name, column in zip(schema().names, schema(), strict=True):
         if not name.startswith("token"):
             made[name] = pa.array([{"kind": kind, "step": step, **row}.get(name) for row in rows], type=column.type)
-        elif columns.get(name) is None:
+        elif batch is None or columns.get(name) is None:
             made[name] = pa.nulls(len(rows), column.type)
         else:
-            assert batch is not None
-            nothing = [None] * (len(rows) - len(batch))
-            offsets = [*_starts(batch).tolist(), *nothing, batch.token_count]
-            values = columns[name]
-            if isinstance(values, numpy.ndarray):  # numbers that were not found are NaN there, and null here
-                values = pa.array(values, type=column.type.value_type, from_pandas=True)
-            made[name] = pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), values)
+            made[name] = _lists(columns[name], batch, len(rows), column.type.value_type)
     return pa.table(made, schema=schema())
+
+
+def _number_branches(rows: Iterable[dict[str, Any]]) -> None:
+    """Numbers the branches of each rollout, in the column `branch`."""
+    branches: dict[tuple[int, int], int] = {}
+    for row in rows:
+        rollout = row["group_id"], row["sample_id"]
+        row["branch"] = branches[rollout] = branches.get(rollout, -1) + 1
+
+
+def _add_advantages(rows: Iterable[dict[str, Any]], batch: RolloutBatch, advantages_N: Any) -> None:
+    """Adds the mean advantage of each row's action tokens, in the column `advantage`."""
+    mask_N = batch.action_mask_N.cpu().numpy()
+    for row, start, length in zip(rows, _starts(batch).tolist(), batch.lengths_S.tolist(), strict=True):
+        actions = advantages_N[start : start + length][mask_N[start : start + length]]
+        row["advantage"] = float(actions.mean()) if len(actions) else None
+
+
+def _lists(values: Any, batch: RolloutBatch, rows: int, value_type: Any) -> Any:
+    """Returns a column with the values of each sequence's tokens, and null in the rows after the sequences."""
+    import pyarrow as pa
+
+    offsets = [*_starts(batch).tolist(), *[None] * (rows - len(batch)), batch.token_count]
+    if isinstance(values, numpy.ndarray):  # numbers that were not found are NaN there, and null here
+        values = pa.array(values, type=value_type, from_pandas=True)
+    return pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), values)
 
 
 def _row(

@@ -118,56 +118,79 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     with foreign_code(lambda words: DataError(f"Row 1 of {setting} cannot be read: {words}")):
         first = rows[0]
     builder.columns(first, datasource_of(first))
-    measured: dict[int, int] = {}
-    told: list[int] = []
-    broken: list[str] = []
-    texts: set[int] = set()
-    tasks: set[int] = set()
-    datasources: set[str] = set()
-    plain = 0
-    content = hashlib.sha256()
+    found = _Findings(rows, builder, setting)
     for start in _batches(size, setting):
-        drafts: dict[int, Draft] = {}
-        indices = range(start, min(start + BATCH, size))
-        if builder.data.fetch_images is not FetchImages.NEVER:
+        found.read(range(start, min(start + BATCH, size)))
+    if found.broken:
+        others = f" ({len(found.broken)} of {size} rows cannot be used.)" if len(found.broken) > 1 else ""
+        raise DataError(found.broken[0] + others)
+    result = found.survey()
+    _report(result, builder.data)
+    return result
+
+
+class _Findings:
+    """What is found of rows, which are read in batches."""
+
+    def __init__(self, rows: Rows, builder: PromptBuilder, setting: str) -> None:
+        self._rows = rows
+        self._builder = builder
+        self._setting = setting
+        self._lengths: dict[int, int] = {}
+        self._told: list[int] = []
+        self._texts: set[int] = set()
+        self._tasks: set[int] = set()
+        self._datasources: set[str] = set()
+        self._plain = 0
+        self._content = hashlib.sha256()
+        self.broken: list[str] = []
+        """A sentence for each row that cannot be used."""
+
+    def read(self, indices: Sequence[int]) -> None:
+        """Reads and measures rows."""
+        if self._builder.data.fetch_images is not FetchImages.NEVER:
             with suppress(DataError), foreign_code(DataError):  # a row that cannot be read is named below
-                builder.fetch_ahead(rows[index] for index in indices)
+                self._builder.fetch_ahead(self._rows[index] for index in indices)
+        drafts: dict[int, Draft] = {}
         for index in indices:
             try:
-                with foreign_code(DataError):  # a dataset decodes its pictures when a row is read
-                    row = rows[index]
-                task = _task(row)
-                content.update(task.encode())
-                datasources.add(datasource := datasource_of(row))
-                draft = builder.draft(row, datasource)
+                draft = self._draft(index)
                 if draft.has_images:  # at once: their files are large, and the processor may refuse them
-                    (measured[index],) = builder.lengths([draft])
+                    (self._lengths[index],) = self._builder.lengths([draft])
                 else:
                     drafts[index] = draft
-                    plain += 1
-                    tasks.add(hash(task))
-                    texts.add(hash(draft.written if isinstance(draft.written, str) else draft.written.text))
             except DataError as error:
-                broken.append(f"Row {index + 1} of {setting} cannot be used: {error}")
-        measured |= zip(drafts, builder.lengths([*drafts.values()]), strict=True)
-        told += builder.told_lengths([*drafts.values()])
-    if broken:
-        others = f" ({len(broken)} of {size} rows cannot be used.)" if len(broken) > 1 else ""
-        raise DataError(broken[0] + others)
-    lengths = tuple(measured[index] for index in range(size))
-    found = Survey(
-        setting,
-        lengths,
-        builder.data.prompt_limit,
-        content.hexdigest(),
-        tuple(told),
-        frozenset(texts),
-        frozenset(tasks),
-        frozenset(datasources),
-        plain,
-    )
-    _report(found, builder.data)
-    return found
+                self.broken.append(f"Row {index + 1} of {self._setting} cannot be used: {error}")
+        self._lengths |= zip(drafts, self._builder.lengths([*drafts.values()]), strict=True)
+        self._told += self._builder.told_lengths([*drafts.values()])
+
+    def _draft(self, index: int) -> Draft:
+        with foreign_code(DataError):  # a dataset decodes its pictures when a row is read
+            row = self._rows[index]
+        task = _task(row)
+        self._content.update(task.encode())
+        datasource = datasource_of(row)
+        self._datasources.add(datasource)
+        draft = self._builder.draft(row, datasource)
+        if not draft.has_images:
+            self._plain += 1
+            self._tasks.add(hash(task))
+            self._texts.add(hash(draft.written if isinstance(draft.written, str) else draft.written.text))
+        return draft
+
+    def survey(self) -> Survey:
+        """Returns the survey of all rows, if none of them is broken."""
+        return Survey(
+            setting=self._setting,
+            lengths=tuple(self._lengths[index] for index in range(len(self._lengths))),
+            limit=self._builder.data.prompt_limit,
+            fingerprint=self._content.hexdigest(),
+            told=tuple(self._told),
+            texts=frozenset(self._texts),
+            tasks=frozenset(self._tasks),
+            datasources=frozenset(self._datasources),
+            plain=self._plain,
+        )
 
 
 def repeated(prompts: Sequence[Prompt], *, whole: bool = False) -> int:
