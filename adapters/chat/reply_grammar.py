@@ -93,44 +93,51 @@ class ReplyGrammar:
         return ["start: reply"]
 
     def _calls(self, form: ReplyForm, tools: Sequence[ToolSchema]) -> list[str]:
+        """Returns the rules of calls, of which `calls` is the first, in the form that the template reads."""
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
         names = {name: f"call_{index}" for index, name in enumerate(form.calls)}
         arguments = {name: _json(schemas[name], f"the parameters of {name}") for name in names}
         call = f"call: {' | '.join(names.values())}"
         if self._fields is HERMES:
-            one = f"{self._mark('<tool_call>')} {_text(chr(10))} call {_text(chr(10))} {self._mark('</tool_call>')}"
-            calls = f"one ({_text(chr(10))} one)*" if form.several else "one"
-            return [f"calls: {calls}", f"one: {one}", call, *_objects(names, arguments, "arguments")]
+            return [*self._hermes_calls(form.several), call, *_objects(names, arguments, "arguments")]
         if self._fields is LLAMA:
             return ["calls: call", call, *_objects(names, arguments, "parameters")]
-        if self._fields is MISTRAL:
+        if self._fields is MISTRAL and "[ARGS]" in self._template:
             opening = self._mark("[TOOL_CALLS]")
-            if "[ARGS]" in self._template:
-                calls = f"({opening} call)+" if form.several else f"{opening} call"
-                named = [
-                    f"{rule}: {_text(name)} {self._mark('[ARGS]')} {arguments[name]}" for name, rule in names.items()
-                ]
-                return [f"calls: {calls}", call, *named]
+            calls = f"({opening} call)+" if form.several else f"{opening} call"
+            named = [f"{rule}: {_text(name)} {self._mark('[ARGS]')} {arguments[name]}" for name, rule in names.items()]
+            return [f"calls: {calls}", call, *named]
+        if self._fields is MISTRAL:
             listed = f"call ({_text(', ')} call)*" if form.several else "call"
-            calls = f"{opening} {_text('[')} {listed} {_text(']')}"
+            calls = f"{self._mark('[TOOL_CALLS]')} {_text('[')} {listed} {_text(']')}"
             return [f"calls: {calls}", call, *_objects(names, arguments, "arguments")]
         if self._fields is DEEPSEEK:
-            fenced = "```json" in self._template
-            kind = f"{_text('function')} {self._mark('<｜tool▁sep｜>')} " if fenced else ""
-            before = _text("\n```json\n") if fenced else self._mark("<｜tool▁sep｜>")
-            after = _text("\n```") if fenced else ""
-            opening, closing = self._mark("<｜tool▁call▁begin｜>"), self._mark("<｜tool▁call▁end｜>")
-            named = [
-                f"{rule}: {opening} {kind}{_text(name)} {before} {arguments[name]} {after} {closing}"
-                for name, rule in names.items()
-            ]
-            listed = f"call ({_text(chr(10))} call)*" if form.several else "call"
-            around = self._mark("<｜tool▁calls▁begin｜>"), self._mark("<｜tool▁calls▁end｜>")
-            return [f"calls: {around[0]} {listed} {around[1]}", call, *named]
+            calls, *named = self._deepseek_calls(form.several, names, arguments)
+            return [calls, call, *named]
         raise DataError(
             f"A call of a tool cannot be prescribed to this model, only to {CALLABLE}: leave tool_choice out, or set "
             "it to auto."
         )
+
+    def _hermes_calls(self, several: bool) -> list[str]:
+        one = f"{self._mark('<tool_call>')} {_text(chr(10))} call {_text(chr(10))} {self._mark('</tool_call>')}"
+        calls = f"one ({_text(chr(10))} one)*" if several else "one"
+        return [f"calls: {calls}", f"one: {one}"]
+
+    def _deepseek_calls(self, several: bool, names: Mapping[str, str], arguments: Mapping[str, str]) -> list[str]:
+        """Returns the rule of calls, then that of each tool's; some templates put arguments into a Markdown fence."""
+        fenced = "```json" in self._template
+        kind = f"{_text('function')} {self._mark('<｜tool▁sep｜>')} " if fenced else ""
+        before = _text("\n```json\n") if fenced else self._mark("<｜tool▁sep｜>")
+        after = _text("\n```") if fenced else ""
+        opening, closing = self._mark("<｜tool▁call▁begin｜>"), self._mark("<｜tool▁call▁end｜>")
+        listed = f"call ({_text(chr(10))} call)*" if several else "call"
+        calls = f"{self._mark('<｜tool▁calls▁begin｜>')} {listed} {self._mark('<｜tool▁calls▁end｜>')}"
+        named = [
+            f"{rule}: {opening} {kind}{_text(name)} {before} {arguments[name]} {after} {closing}"
+            for name, rule in names.items()
+        ]
+        return [f"calls: {calls}", *named]
 
     def _mark(self, text: str) -> str:
         """Returns the symbol of a mark: the token's where it is a special one, else its text."""

@@ -167,22 +167,25 @@ def _spelled(
         if (optional := optionals.get(name)) is not None:
             given = value if equals else words.pop(0) if words and not words[0].startswith("-") else None
             chosen = optional.alone if given is None else optional.words.get(given.lower())
-            spelled += [] if chosen is None else [f"--{name}", chosen]
-            if chosen is None:
+            if chosen is not None:
+                spelled += [f"--{name}", chosen]
+            else:
                 known = ", ".join(dict.fromkeys(optional.words.values()))
                 wrong.append(
                     ConfigurationError(f"--{name} is {given!r}, but it takes {known}, or nothing: change --{name}.")
                 )
         elif positive is not None and (optional := optionals.get(positive)) is not None:
-            if equals or (words and not words[0].startswith("-")):
-                wrong.append(ConfigurationError(f"--{name} takes no value: write --{positive} with one."))
-                words = words if equals else words[1:]
             spelled += [f"--{positive}", optional.negated]
+            has_word = bool(words) and not words[0].startswith("-")
+            if equals or has_word:
+                wrong.append(ConfigurationError(f"--{name} takes no value: write --{positive} with one."))
+            if has_word and not equals:
+                words.pop(0)
+        elif equals:
+            spelled.append(f"--{name}={_canonical(value, kinds.get(name))}")
         else:
             spelled.append(f"--{name}")
-            if equals:
-                spelled[-1] += f"={_canonical(value, kinds.get(name))}"
-            elif words and not words[0].startswith("--"):
+            if words and not words[0].startswith("--"):
                 spelled.append(_canonical(words.pop(0), kinds.get(name)))
     return spelled, wrong
 
