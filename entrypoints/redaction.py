@@ -60,8 +60,8 @@ LEAST_VARIABLE_LENGTH = 8
 """Least length of a secret in an environment variable, most of which have nothing to do with the command."""
 
 SURE_LENGTH = 16
-"""Least length of a secret that is hidden also where letters touch it, such as those of a colour's code, of a line's
-end in quoted text, or of an address: no part of an ordinary word is as long."""
+"""Least length of a secret that is also hidden where letters touch it, such as those of a colour code, of an escaped
+line end in quoted text, or of an address: no part of an ordinary word is as long."""
 
 # Names begin where no other could go on: a search from each of their letters would take the square of their length.
 _ASSIGNMENT = re.compile(r"""(?<![\w.-])([\w.-]+)["']?\s*[=:]\s*["']?([^\s"',}&]+)""")

@@ -216,8 +216,9 @@ def _same_machine(facts: Mapping[str, Any]) -> bool:
 
 
 def _heard_elsewhere(path: Path, heartbeat: str, age: float) -> tuple[float, bool, bool]:
-    """Returns for how long a run on another machine is silent, whether it has died, and whether that is uncertain: its
-    clock may be ahead or behind, so that what counts is since when this process knows its last heartbeat."""
+    """Returns for how long a run on another machine has been silent, whether it has died, and whether that is
+    uncertain. Its clock may be ahead or behind, so what counts is how long this process has known the last
+    heartbeat."""
     now = time.monotonic()
     before, since, beats = _heard.setdefault(path, (heartbeat, now, False))
     if before != heartbeat:

@@ -48,9 +48,9 @@ def boxed(text: str) -> str | None:
 
 
 def answer_of(kind: Verifier, response: str) -> str | None:
-    """Returns what a reply answers, so that replies with the same answer have the same text: for `last_number` that
-    number, for `exact_match` the whole reply, for `math` what stands in its last box, or else its last number, within
-    `<answer>` tags if there are any; None if there is none, and for `format`."""
+    """Returns what a reply answers, so that replies with the same answer have the same text; None if there is no
+    answer, and for `format`. For `last_number` it is that number, for `exact_match` the whole reply, and for `math` the
+    content of its last box, or else its last number, within `<answer>` tags if there are any."""
     if kind is Verifier.FORMAT:
         return None
     if kind is Verifier.EXACT_MATCH:

@@ -55,9 +55,9 @@ class Region:
 
 def parts_within(source: Region, target: Region, begin: int, end: int) -> Iterator[tuple[Region, Region]]:
     """Yields the parts of a copy whose source elements have offsets from `begin` to before `end`, as regions of source
-    and target of equal shapes. For example, of columns 2 and 3 of a matrix of 4 columns, which has offsets 2, 3, 6, 7,
-    10, 11 and so on, the run from 3 to 11 has the second element of the first row, the next row, and the first element
-    of the one after that.
+    and target of equal shapes. For example, columns 2 and 3 of a matrix of 4 columns have the offsets 2, 3, 6, 7, 10,
+    11 and so on. The run from 3 to 11 then has the second element of the first row, both of the next row, and the first
+    of the row after that.
     """
     last = source.last()
     if last < begin or source.offset >= end:

@@ -4,7 +4,7 @@ Each action keeps the reward of its turn.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
@@ -19,7 +19,7 @@ from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import DataError, EngineError, ForeignError, RewardError, RollgradError
 from rollgrad.domain.ports.agent_executor import AgentExecutor, EpisodeRequest
 from rollgrad.domain.ports.chat_codec import ChatCodec
-from rollgrad.domain.ports.environment import Environment
+from rollgrad.domain.ports.environment import Environment, StepResult
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.domain.ports.rollout_engine import RolloutEngine
 
@@ -108,14 +108,7 @@ class MultiTurnExecutor(AgentExecutor):
             return request.failure(FailureKind.DATA, full)
         ended = stop_reason or StopReason.LENGTH
         last = session.last
-        lacking = [role for role in ledger.roles if role not in last.rewards]
-        if last.rewards and lacking and (last.terminated or last.truncated):  # in its midst a role may earn alone
-            given = ", ".join(map(str, last.rewards))
-            others = ", ".join(role or "one without a role" for role in lacking)
-            raise ForeignError(
-                f"The environment's last step has rewards of {given}, but {others} acted, too: return a reward for "
-                "each role."
-            )
+        _check_roles(last, ledger.roles)
         parts, answer, feedback = last.reward_parts, last.answer, last.feedback
         score, metrics = last.score, {"turns": float(ledger.turns), "branches": float(ledger.branches), **last.metrics}
         if last.reward is None and not last.rewards:
@@ -159,6 +152,19 @@ class MultiTurnExecutor(AgentExecutor):
             images=latest.images,
         )
         return await judged(self._rewards, question)
+
+
+def _check_roles(last: StepResult, roles: Sequence[str]) -> None:
+    """Raises a `ForeignError` if an episode's last step rewards some of the roles that acted, but not all. Within
+    an episode a role may be rewarded alone."""
+    lacking = [role for role in roles if role not in last.rewards]
+    if last.rewards and lacking and (last.terminated or last.truncated):
+        given = ", ".join(map(str, last.rewards))
+        others = ", ".join(role or "one without a role" for role in lacking)
+        raise ForeignError(
+            f"The environment's last step has rewards of {given}, but {others} acted, too: return a reward for "
+            "each role."
+        )
 
 
 async def _close(environment: Environment) -> None:

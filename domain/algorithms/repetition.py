@@ -11,9 +11,9 @@ CERTAIN = 0.99
 
 
 def repeats(logprobs_N: Tensor, action_mask_N: Tensor, lengths_S: Tensor, window: int) -> Tensor:
-    """Returns, for each sequence, whether it has at least `window` action tokens in a row each of which was sampled
-    with a probability above `CERTAIN`: a policy that writes the same again and again is hardly ever in doubt, and in a
-    text that goes on it is every few words. What an environment wrote interrupts a row.
+    """Returns, for each sequence, whether it has at least `window` action tokens in a row that were each sampled with a
+    probability above `CERTAIN`. A policy that repeats itself is hardly ever in doubt; in a text that makes progress it
+    is in doubt every few words. What an environment wrote interrupts a row.
 
     Args:
         logprobs_N: under the policy that sampled.

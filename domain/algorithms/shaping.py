@@ -89,9 +89,10 @@ def stop_properly(batch: RolloutBatch, coef: float) -> Tensor:
 
 
 def cosine_length(batch: RolloutBatch, settings: ShapingSettings, *, limit: int) -> Tensor:
-    """Replaces outcomes by a reward that follows half a cosine, from that of an empty reply to that of one of `limit`
-    tokens; replies whose score reaches `pass_threshold` have other ends than the rest, and truncated ones a reward of
-    their own (Yeo et al. 2025, "Demystifying Long Chain-of-Thought", eq. 1 and table 1)."""
+    """Replaces outcomes by a reward that falls or rises with the length along half a cosine, from that of an empty
+    reply to that of one of `limit` tokens. Replies whose score reaches `pass_threshold` have other end points than the
+    rest, and truncated ones a fixed reward (Yeo et al. 2025, "Demystifying Long Chain-of-Thought", eq. 1 and table
+    1)."""
     outcomes = _Outcomes.of(batch)
     share_R = (outcomes.length_R / limit).clamp(max=1.0)
     bend_R = 0.5 * (1 + torch.cos(math.pi * share_R))
@@ -102,8 +103,8 @@ def cosine_length(batch: RolloutBatch, settings: ShapingSettings, *, limit: int)
 
 def group_length(batch: RolloutBatch, *, coef: float, pass_threshold: float) -> Tensor:
     """Adds `coef` x the length reward of Kimi k1.5 (Kimi Team 2025, arXiv:2501.12599, section 2.3.3) to outcomes: from
-    1/2 for the shortest rollout of a group to -1/2 for the longest, by sampled tokens, and at most 0 for rollouts whose
-    score is below `pass_threshold`; 0 in a group of one length."""
+    1/2 for the shortest rollout of a group to -1/2 for the longest, by sampled tokens. Rollouts whose score is below
+    `pass_threshold` get at most 0; in a group of one length all get 0."""
     outcomes = _Outcomes.of(batch)
     _, group_S = torch.unique(batch.group_ids_S, return_inverse=True)
     length_R = outcomes.length_R.double()

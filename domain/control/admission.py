@@ -3,8 +3,9 @@
 A later turn of an episode begins with the tokens of the earlier ones, whose keys and values the engine has kept, unless
 it needed their memory for others: it then computes all of them again. With too many long episodes each turn does, and
 the engines read histories instead of sampling. The limit falls by a quarter after a round of answers in which much was
-lost, and rises by an eighth after one in which little was, if episodes waited: fast down and slowly up, as networks
-avoid congestion (Chiu and Jain 1989). Episodes that have begun go on. Does not own: who waits (`EpisodeSlots`).
+lost. It rises by an eighth after a round in which little was lost, if episodes waited. So it falls fast and rises
+slowly, as networks avoid congestion (Chiu and Jain 1989). Episodes that have begun go on. Does not own: who waits
+(`EpisodeSlots`).
 """
 
 from attrs import define, field

@@ -45,9 +45,9 @@ class Death(StrEnum):
 
 
 NEAR_SHARE, NEAR_REQUESTS = 1.5, 8
-"""An engine gets a request whose beginning it has computed unless it has more requests than so many times the fewest,
-and so many more: an engine decodes some more sequences together in almost the same time, while another one would read
-all of the earlier turns again."""
+"""An engine gets a request whose beginning it has computed, unless it has more requests than so many times the fewest
+of an engine, plus so many. An engine decodes a few more sequences in almost the same time, while another one would have
+to compute all of the earlier turns again."""
 
 ALIVE = frozenset({EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE})
 """States of engines that can be talked to."""

@@ -1,5 +1,5 @@
-"""Signs that a run gets less from its machine than it could, or is about to lose it: the memory is full, engines
-compute the same again and again, or most of the time goes into something else than sampling and learning. Pure.
+"""Signs that a run uses its machine badly, or is about to be killed: memory is full, engines compute the same tokens
+again and again, or most of the time goes into something else than sampling and learning. Pure.
 """
 
 from rollgrad.domain.control.rule import LearningSettings, Metrics, Rule, in_rollouts, in_steps

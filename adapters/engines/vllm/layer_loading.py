@@ -256,8 +256,8 @@ def _parts(copy: Copy, begin: int, end: int) -> Iterator[tuple[Region | None, Re
 
 
 def _repack_experts(model: Any) -> None:
-    """Has the experts of a mixture packed for a CPU's kernel each time that they are loaded: vLLM packs those that are
-    not quantised only when it makes the kernel, and would have it read later weights as if they were packed."""
+    """Packs the experts of a mixture for a CPU's kernel each time that they are loaded. vLLM packs those that are not
+    quantised only when it makes the kernel, which would read later weights as if they were packed."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     for layer in model.modules():

@@ -2,9 +2,9 @@
 `lora_dropout`): while a model is trained, an adapter computes B A d(x), where d leaves out a share p of the numbers of
 x and multiplies the others by 1 / (1 - p).
 
-Invariants: which numbers of a token are left out depends on the tokens up to it, the optimizer step and the layer
-alone, so that a step has one gradient however it is divided, activations that are computed again are the same, and a
-run that continues leaves out what it would have. Nothing is left out in sampling or scoring.
+Invariants: which numbers of a token are left out depends only on the tokens up to it, the optimizer step and the layer.
+So a step has one gradient however it is divided, activations that are computed again are the same, and a run that
+continues leaves out what it would have. Nothing is left out in sampling or scoring.
 """
 
 from collections.abc import Iterator

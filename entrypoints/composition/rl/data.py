@@ -109,8 +109,8 @@ def make_eval_rows(rows: Rows, config: RLConfig, codec: TemplateCodec, environme
 
 
 def note_repeated_prompts(config: RLConfig, environment: Any, learned: Any, held_out: Any) -> None:
-    """Says how many prompts stand twice in a dataset, and warns of held-out prompts that are trained on, too, unless
-    votes judge them, which need no labels; prompts that are generated, or of a caller's own source, are not compared.
+    """Logs how many prompts a dataset has twice, and warns of held-out prompts that are also trained on, unless votes
+    judge them, which need no labels. Prompts that are generated, or come from a caller's own source, are not compared.
     Where an environment or an agent plays, rows of one text are other games if another column (a seed) differs."""
     whole = executor_kind(config, environment) in ("environment", "agent_file", "command")
     if isinstance(held_out, list) and (twice := repeated(held_out, whole=whole)):

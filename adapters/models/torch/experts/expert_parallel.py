@@ -1,12 +1,15 @@
 """Experts of a mixture that processes divide (Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 3.2).
 
-Each of a group of neighbouring processes holds as many whole experts of each layer, computes tokens of its own up to
-the layer's experts, and sends them to the processes that hold those which the router chose; what they make of them
-comes back, and is weighed where the token is. Processes of different groups that hold the same experts divide these by
-rows, as they divide other parameters.
+Each of a group of neighbouring processes holds as many whole experts of each layer, computes its own tokens up to the
+layer's experts, and sends them to the processes that hold the experts which the router chose. Their results come back,
+and are weighted where the token is. Processes of different groups that hold the same experts divide these by rows, as
+they divide other parameters.
+
 Invariant: the sum of the processes' gradients is that of the sum of their losses, wherever tokens were sent.
+
 Suffixes: T are this process's tokens, each sent to K experts; S all T x K of them, in the order of their experts; R the
 rows that this process's experts get; E all experts.
+
 Does not own: routers, nor how rows of parameters are divided (`weight_shards.py`, `adapters/models/fsdp`).
 """
 

@@ -3,9 +3,9 @@
 A sink is one more key of each head: all queries see it, its score s is a parameter, and its value is 0. With L the
 logarithm of the sum of a query's exponentiated scores, which kernels return, L' = log(exp(L) + exp(s)) is that sum with
 the sink, and the result is the kernel's times exp(L - L'). The kernel's own backward pass, given L' and this result in
-the place of its own, has the right gradients of queries, keys and values: it computes the weight exp(score - L') of
-each key again, and the gradient of a score is its weight times (g v - g out'), where g is the gradient of the result
-out'. For the sink v is 0, so that its gradient is the sum over queries of -exp(s - L') (g out'). No scores are kept.
+the place of its own, has the right gradients of queries, keys and values. It computes the weight exp(score - L') of
+each key again; the gradient of a score is its weight times (g v - g out'), where g is the gradient of the result out'.
+For the sink v is 0, so that its gradient is the sum over queries of -exp(s - L') (g out'). No scores are kept.
 """
 
 from collections.abc import Mapping
