@@ -65,8 +65,8 @@ def _convolve_single_tokens() -> None:
 
 
 def _unlink_joined_memory() -> None:
-    """Removes the shared memory of one engine's processes from /dev/shm once all of them have mapped it. vLLM removes
-    it where a process ends by itself, which its workers never do: 4 MiB each would stay."""
+    """Removes the names of the memory that processes of one engine share from /dev/shm, once all of them have mapped
+    it. vLLM does so where a process ends by itself, which its workers never do: 4 MiB each would stay."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
     join = _CPUSHMDistributed._init_cpu_shm
