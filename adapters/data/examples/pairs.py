@@ -74,7 +74,7 @@ def _texts(
 def _messages(value: Any, role: str, column: str, settings: ReadingSettings) -> list[Message]:
     """Returns a column's messages; a text is one message of the role."""
     as_messages = [{"role": role, "content": value}] if isinstance(value, str) else value
-    return list(read_messages(as_messages, column, settings.known_role))
+    return read_messages(as_messages, column, settings.known_role)
 
 
 def _prompt_apart(
