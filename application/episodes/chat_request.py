@@ -32,7 +32,7 @@ class ChatRequest:
     changes: Mapping[str, Any] = field(factory=dict)
     """Sampling settings that the client names (fields of `SamplingParams`)."""
     form: ReplyForm | None = None
-    """What the reply must look like; None for any."""
+    """Form that the reply must have; None for any."""
     prompt: str | tuple[int, ...] | None = None
     """Text or token ids to be continued without a chat template, instead of messages."""
     choice: int = 0

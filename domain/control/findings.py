@@ -143,7 +143,7 @@ class LearningWatch:
 
 
 class _Record:
-    """What a watch knows of signs, while one step or evaluation is looked at; `new` findings are to be reported."""
+    """Signs that a watch knows, while one step or evaluation is looked at; `new` findings are to be reported."""
 
     def __init__(self, watch: LearningWatch) -> None:
         self._watch = watch

@@ -25,7 +25,7 @@ class Prompt:
     text: str
     """The rendered prompt (chat template applied)."""
     label: Any = None
-    """Whatever the reward source needs, such as the reference answer; None where it needs nothing."""
+    """Value that the reward source needs, such as the reference answer; None where it needs nothing."""
     datasource: str = "default"
     """Name of the origin, for metrics of each."""
     metadata: Mapping[str, Any] = field(factory=dict)
@@ -35,7 +35,7 @@ class Prompt:
     images: PlacedImages = ()
     """Images that some of the tokens stand for."""
     teacher_token_ids: tuple[int, ...] = ()
-    """What a teacher reads in the place of `token_ids`; empty if it reads these."""
+    """Tokens that a teacher reads in the place of `token_ids`; empty if it reads these."""
 
 
 @frozen

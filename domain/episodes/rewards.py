@@ -58,7 +58,7 @@ class RewardInput:
 
 @frozen(kw_only=True)
 class Reward:
-    """What a reward source finds a reply worth."""
+    """Worth of a reply, as a reward source finds it."""
 
     value: float
     """Number that trains."""
@@ -69,12 +69,12 @@ class Reward:
     parts: Mapping[str, float] = field(factory=dict)
     """Named rewards, if `value` is their weighted sum."""
     answer: str | None = None
-    """What the reply answered, in a form in which equal answers are equal texts; evaluations vote by it. None if
+    """Answer of the reply, in a form in which equal answers are equal texts; evaluations vote by it. None if
     unknown."""
     steps: tuple[float, ...] = ()
     """Probabilities of a process reward model that the steps of the reply are right."""
     feedback: str | None = None
-    """What there is to say of the reply in words, such as the error of a program; a teacher may be told it."""
+    """Words about the reply, such as the error of a program; a teacher may be told them."""
 
 
 class FailureKind(StrEnum):

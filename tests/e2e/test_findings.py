@@ -98,7 +98,7 @@ def test_a_kl_term_is_said_that_leaves_nothing_of_the_reward(weight: str, outwei
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_evaluations_are_said_that_fall_while_the_reward_of_training_rises(wanted: bool, run: Run) -> None:
-    """What training rewards is what the evaluation does not want, or it is."""
+    """The evaluation wants the opposite of what training rewards, or the same."""
     rows = [{"input": f"Tell {n}.", "label": str(n)} for n in range(32)]
     Path("held_out.jsonl").write_text("\n".join(map(json.dumps, rows)))
     held = ("--eval.dataset", "held_out.jsonl", "--eval.steps", "4", "--eval.temperature", "1")

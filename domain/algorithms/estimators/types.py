@@ -82,7 +82,7 @@ EstimatorParams = AdvantageSettings
 
 @frozen(kw_only=True, eq=False)
 class Advantages:
-    """What an estimator returns; both arrays are 0 outside actions."""
+    """Result of an estimator; both arrays are 0 outside actions."""
 
     advantages_N: Tensor
     """Factors of the policy's loss."""

@@ -196,7 +196,7 @@ async def test_nobody_there_is_one_sentence(held_port: int) -> None:
 
 @pytest.fixture
 def logged() -> Iterator[list[logging.LogRecord]]:
-    """What is logged during a test, by libraries, too."""
+    """Records that are logged during a test, by libraries, too."""
     root, handler = logging.getLogger(), logging.handlers.BufferingHandler(capacity=10**6)
     level = root.level
     root.addHandler(handler)

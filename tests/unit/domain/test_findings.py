@@ -423,7 +423,7 @@ def evaluation(mean: float, error: float = 0.05) -> dict[str, float]:
 
 
 def after_evaluations(*results: dict[str, float], rewards: float = 0.4, **settings: Any) -> dict[int, list[Finding]]:
-    """What a run is told at each step after which it is evaluated, from step 0 on; its rewards go from 0.4 to
+    """Returns what a run is told at each step after which it is evaluated, from step 0 on; its rewards go from 0.4 to
     `rewards`."""
     state = LearningWatch(LearningSettings(**{"steps": 100, **settings}))
     told: dict[int, list[Finding]] = {}

@@ -1,4 +1,4 @@
-"""What a run's rows and servers say gives a terminal no commands."""
+"""Texts of rows and servers give a terminal no commands."""
 
 import pytest
 

@@ -66,7 +66,7 @@ class MergedModel:
     """Whether its weights are dequantised ones."""
     reward_model: bool
     tokenizer: str
-    """Where its tokenizer and template are from."""
+    """Place that its tokenizer and template are from."""
 
 
 def merge_lora(
