@@ -86,7 +86,7 @@ LEARNS = (*LEARNS, "--rollout.max_new_tokens", "6", "--actor.dtype", "float32", 
 VOWELS = "set('aeiou') & set(query[len(prompt):])"
 
 
-@pytest.mark.parametrize(("weight", "outweighs"), [("50", True), ("0.1", False)])
+@pytest.mark.parametrize(("weight", "outweighs"), [("50", True), pytest.param("0.1", False, marks=pytest.mark.wide)])
 def test_a_kl_term_is_said_that_leaves_nothing_of_the_reward(weight: str, outweighs: bool, run: Run) -> None:
     kl = ("--algo.kl.init_coef", weight, "--algo.kl.use_loss", "--algo.kl.estimator", "k3")
     reward = f"[float(bool({VOWELS})) for query, prompt in zip(queries, prompts)]"
@@ -96,7 +96,7 @@ def test_a_kl_term_is_said_that_leaves_nothing_of_the_reward(weight: str, outwei
     assert all("whose weight is 50, outweighed the reward" in line for line in said)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("wanted", [pytest.param(True, marks=pytest.mark.wide), False])
 def test_evaluations_are_said_that_fall_while_the_reward_of_training_rises(wanted: bool, run: Run) -> None:
     """The evaluation wants the opposite of what training rewards, or the same."""
     rows = [{"input": f"Tell {n}.", "label": str(n)} for n in range(32)]
