@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
+from rollgrad.adapters.system.certificates import trusted_certificates
 from rollgrad.adapters.system.retries import PassingError, attempts
 from rollgrad.application.foreign import error_text, foreign_code
 from rollgrad.application.rare_warning import RareWarning
@@ -222,6 +223,7 @@ class JudgeServers:
             token = os.environ.get(self._token_variable)
             # asyncio.timeout in ask is the deadline; a timeout of the client could only end the call earlier.
             self._client = httpx2.AsyncClient(
+                verify=trusted_certificates(),
                 timeout=None,
                 headers={**UNCOMPRESSED, **({"Authorization": f"Bearer {token}"} if token else {})},
                 event_hooks={"response": [bound]},

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollgrad.adapters.system.certificates import trusted_certificates
 from rollgrad.adapters.system.retries import PassingError, attempts
 from rollgrad.adapters.system.server_sent_events import ServerSentEvents
 from rollgrad.application.foreign import foreign_code
@@ -188,6 +189,7 @@ class ServerClient:
             self._loop = loop
             token = os.environ.get(TOKEN_VARIABLE)
             self._client = httpx2.AsyncClient(
+                verify=trusted_certificates(),
                 timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
                 headers={"Authorization": f"Bearer {token}"} if token else None,

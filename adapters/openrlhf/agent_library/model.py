@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rollgrad.adapters.system.certificates import trusted_certificates
 from rollgrad.adapters.system.server_sent_events import ServerSentEvents
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError, EngineError
@@ -66,7 +67,11 @@ class OpenAIEngine(LLMEngine):
         self._model = model
         self._base_url = base_url.rstrip("/")
         key = api_key or os.environ.get("OPENAI_API_KEY")
-        self._client = httpx2.Client(timeout=TIMEOUT, headers={"Authorization": f"Bearer {key}"} if key else {})
+        self._client = httpx2.Client(
+            verify=trusted_certificates(),
+            timeout=TIMEOUT,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        )
 
     def generate(
         self,
