@@ -1,4 +1,4 @@
-"""Texts of rows and servers give a terminal no commands."""
+"""Rows, replies and servers give a terminal no commands by what they say."""
 
 import pytest
 
