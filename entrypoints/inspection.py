@@ -42,17 +42,21 @@ class Curve:
 
 @frozen(kw_only=True)
 class Inspection:
-    """State of a run: `status` as `run.json` has it (`unknown` for a run of an earlier version) and its `reason`;
-    finished `steps` and those of the whole run, None if that is not known; times; curves by metric; findings."""
+    """State of a run."""
 
     run: str
     status: str
+    """As `run.json` has it; `unknown` for a run of an earlier version."""
     reason: str | None
+    """Reason of the status."""
     steps: int
+    """Finished steps."""
     of: int | None
+    """Steps of the whole run; None if that is not known."""
     started: str | None
     ended: str | None
     curves: Mapping[str, Curve]
+    """By metric."""
     findings: tuple[Finding, ...]
 
     def as_json(self) -> str:

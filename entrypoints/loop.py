@@ -61,17 +61,16 @@ STAGES = ("generate", "score", "select", "train", "evaluate")
 
 @frozen(kw_only=True)
 class LoopResult:
-    """Result of a loop.
-
-    `model` is the directory of the last trained model; `history` has the metrics of each iteration, the first entry
-    those of the first model. `stopped_by`: the signal that interrupted it, None if it came to its end.
-    """
+    """Result of a loop."""
 
     output_dir: Path
     model: Path | None
+    """Directory of the last trained model."""
     history: Sequence[Mapping[str, float]]
+    """Metrics of each iteration; the first entry is that of the first model."""
     report: Path | None = None
     stopped_by: int | None = None
+    """Signal that interrupted it; None if it came to its end."""
 
 
 @define

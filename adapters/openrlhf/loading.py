@@ -22,14 +22,16 @@ EXECUTE = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "
 
 @frozen
 class AgentFile:
-    """Content of an agent file, one of: `program`, a function (or an `AgentProgram`) that plays an episode as a client
-    of the agent server; `environment`, which makes a fresh `Environment`; `instance`, which makes a fresh OpenRLHF
-    agent instance; `executor`, an OpenRLHF executor that plays by itself."""
+    """Content of an agent file, of which it has one."""
 
     program: Callable[..., Any] | AgentProgram | None = None
+    """A function (or an `AgentProgram`) that plays an episode as a client of the agent server."""
     environment: Callable[[], Any] | None = None
+    """Makes a fresh `Environment`."""
     instance: Callable[[], Any] | None = None
+    """Makes a fresh OpenRLHF agent instance."""
     executor: Any = None
+    """An OpenRLHF executor that plays by itself."""
 
 
 def load_agent_file(path: str) -> AgentFile:

@@ -35,15 +35,17 @@ Decode = Callable[[Sequence[int]], str]
 
 @frozen(kw_only=True, eq=False)
 class Call:
-    """A decoded body. `body` is kept for settings that only the wire's answer depends on; `choices` is the number of
-    replies to each of `prompts`, which stand one after the other in the request's place, None for its messages."""
+    """A decoded body."""
 
     request: ChatRequest
     model: str
     stream: bool
     body: Mapping[str, Any]
+    """Kept for settings that only the answer depends on."""
     choices: int = 1
+    """Replies to each of `prompts`."""
     prompts: Sequence[str | tuple[int, ...] | None] = (None,)
+    """Prompts that take the place of the request's, one after the other; None stands for its messages."""
 
 
 class Wire(Protocol):

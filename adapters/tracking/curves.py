@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
 @frozen
 class Panel:
-    """One chart. `curves`: metric -> name in the legend. `sparse`: measured rarely, so each point is marked. `stacked`:
-    the curves are parts of the last one. `unless_zero`: left out if it is always 0, like the divergence of a policy
-    from itself."""
+    """One chart."""
 
     title: str
     unit: str
     curves: Mapping[str, str]
+    """From each metric to its name in the legend."""
     sparse: bool = False
+    """Whether it is measured rarely, so that each point is marked."""
     stacked: bool = False
+    """Whether the curves are parts of the last one."""
     unless_zero: bool = False
+    """Whether it is left out if it is always 0, like the divergence of a policy from itself."""
 
     def drawn(self, series: Mapping[str, Series]) -> bool:
         """Returns whether the chart has something to show."""

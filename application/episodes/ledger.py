@@ -30,17 +30,19 @@ from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, SeesImag
 
 @frozen(kw_only=True, eq=False)
 class Prepared:
-    """A prompt for the engine, with the images that some of its tokens stand for. `parent` is the turn whose tokens it
-    continues; None opens a branch. `role` is who replies (`Trajectory.role`). `continues`, `continues_version`,
-    `known_experts`: as in `GenerationRequest`."""
+    """A prompt for the engine."""
 
     token_ids: tuple[int, ...]
     images: PlacedImages = ()
+    """Images that some of the tokens stand for."""
     messages: tuple[Message, ...] = ()
     tools: tuple[ToolSchema, ...] = ()
     parent: int | None = None
+    """Turn whose tokens the prompt continues; None opens a branch."""
     role: str = ""
+    """Who replies (`Trajectory.role`)."""
     continues: int = 0
+    """As in `GenerationRequest`, and so are the next two."""
     continues_version: int | None = None
     known_experts: int = 0
 

@@ -26,16 +26,18 @@ OnPiece = Callable[[str, str], None]
 
 @frozen(kw_only=True, eq=False)
 class ChatReply:
-    """One reply, with its tokens. `prompt_token_ids` is the engine's input; `stopped_by` the client's stop text that
-    ended the reply. `earlier` counts the tokens that the calls of tools before it read and sampled, if it answers after
-    some. `turn` is its number in the session that records it."""
+    """One reply, with its tokens."""
 
     parsed: ParsedReply
     generation: Generation
     prompt_token_ids: tuple[int, ...]
+    """Input of the engine."""
     stopped_by: str | None = None
+    """Stop text of the client that ended the reply."""
     earlier: tuple[int, int] = (0, 0)
+    """Numbers of tokens read and sampled for the calls of tools before it, if it answers after some."""
     turn: int | None = None
+    """Number in the session that records it."""
 
     @property
     def read(self) -> int:

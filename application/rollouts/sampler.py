@@ -26,17 +26,20 @@ from rollgrad.domain.ports.prompt_source import PromptSource
 
 @frozen(kw_only=True)
 class SamplingPlan:
-    """Plan of a rollout: `groups` groups of `samples` samples each. `in_flight` groups are started at once (at least
-    `groups`; more is over-sampling), and at most `budget` x `groups` prompts are played. `judge` returns a group with
-    what its samples are worth together."""
+    """Plan of a rollout."""
 
     groups: int
+    """Groups that an update needs."""
     samples: int
+    """Samples of each group."""
     in_flight: int
+    """Groups that are started at once: at least `groups`; more is over-sampling."""
     budget: float = 10.0
+    """Most prompts that are played, as a multiple of `groups`."""
     group_filter: GroupFilter = field(factory=GroupFilter)
     greedy_baseline: bool = False
     judge: Callable[[RolloutGroup], RolloutGroup] = lambda group: group
+    """Returns a group with the rewards that depend on several of its samples."""
 
 
 class GroupSampler:

@@ -55,14 +55,17 @@ ALIVE = frozenset({EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE})
 
 @frozen(kw_only=True)
 class FleetBounds:
-    """Bounds of a fleet. `suspect_after`, `dead_after`: seconds of silence. `max_restarts`: restarts of each engine,
-    those before it lived for `healed_after` seconds not counted: a server that runs for months loses an engine now and
-    then, one that cannot run dies again and again."""
+    """Bounds of a fleet."""
 
     suspect_after: float = field(default=10.0, validator=validators.gt(0.0))
+    """Seconds of silence after which an engine is suspected."""
     dead_after: float = field(default=60.0, validator=validators.gt(0.0))
+    """Seconds of silence after which it counts as dead."""
     max_restarts: int = field(default=3, validator=validators.ge(0))
+    """Restarts of each engine, without those before it lived for `healed_after`: a server that runs for months loses an
+    engine now and then, but one that cannot run dies again and again."""
     healed_after: float = field(default=3600.0, validator=validators.gt(0.0))
+    """Seconds after which its restarts are forgotten."""
 
 
 @define

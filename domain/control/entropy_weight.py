@@ -7,14 +7,16 @@ from attrs import evolve, frozen
 
 @frozen(kw_only=True)
 class EntropyController:
-    """Controller of the entropy bonus. Without a `target`, `weight` is always `coef`. With one, the bonus is on only
-    while the entropy is at or below the target; `coef` grows by `step` then and shrinks by `step` otherwise, within 0
-    and `maximum` (Skywork-OR1, He et al. 2025, section 3.2.5)."""
+    """Controller of the entropy bonus (Skywork-OR1, He et al. 2025, section 3.2.5)."""
 
     coef: float
+    """Weight of the bonus; with a target it adapts."""
     target: float | None = None
+    """Entropy at or below which the bonus is on; `coef` then grows by `step`, and shrinks by it otherwise. None: the
+    weight is always `coef`."""
     step: float = 5e-3
     maximum: float = 1.0
+    """Largest `coef`; the smallest is 0."""
     low: bool = False
 
     @property

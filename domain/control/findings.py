@@ -23,14 +23,17 @@ TIMES_TOLD = 3
 
 @frozen(kw_only=True)
 class Finding:
-    """A reason why the run does not learn: the `evidence` in numbers, the settings to `look_at`, and the first
-    (`since`) and last (`until`) step in which its sign was seen."""
+    """A reason why the run does not learn."""
 
     name: str
     evidence: str
+    """What was seen, in numbers."""
     look_at: str
+    """Settings to look at."""
     since: int
+    """First step in which its sign was seen."""
     until: int
+    """Last step in which its sign was seen."""
 
     def __str__(self) -> str:
         return f"{self.evidence} Look at {self.look_at}."
@@ -38,14 +41,18 @@ class Finding:
 
 @frozen(kw_only=True)
 class _Streak:
-    """Streak of one sign: its `value`, seen since step `first` in `seen` rollouts, then `missing` in so many; and the
-    `finding` that it led to."""
+    """Streak of one sign."""
 
     value: Any = None
+    """Value of the sign."""
     first: int = 0
+    """Step since which it was seen."""
     seen: int = 0
+    """Rollouts in which it was seen."""
     missing: int = 0
+    """Rollouts since then in which it was not."""
     finding: Finding | None = None
+    """Finding that the streak led to."""
 
 
 @frozen

@@ -49,12 +49,14 @@ class StalePolicy(StrEnum):
 
 @frozen(kw_only=True)
 class StalenessBound:
-    """Bound on staleness. An update trains on `groups` groups; the run has `updates` updates. `max_staleness`: largest
-    lag that is trained on, in policy versions."""
+    """Bound on staleness."""
 
     groups: int
+    """Groups that an update trains on."""
     updates: int
+    """Updates of the run."""
     max_staleness: int = 1
+    """Largest lag that is trained on, in policy versions."""
     unit: StalenessUnit = StalenessUnit.TRAJECTORY
     policy: StalePolicy = StalePolicy.WAIT
 

@@ -23,12 +23,14 @@ TYPES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif
 
 @frozen(kw_only=True)
 class Image:
-    """One image: `data`, a file's bytes; `digest`, the sha256 of the file and of the settings that made the tensors;
-    `tensors`, what the model takes, by the names of its arguments. Equal digests make equal images."""
+    """One image. Equal digests make equal images."""
 
     digest: str
+    """Sha256 of the file and of the settings that made the tensors."""
     data: bytes = field(eq=False, repr=False)
+    """Bytes of the file."""
     tensors: "Mapping[str, Tensor]" = field(eq=False, repr=False)
+    """What the model takes, by the names of its arguments."""
 
     @property
     def data_uri(self) -> str:

@@ -45,17 +45,18 @@ class ToolCall:
 
 @frozen(kw_only=True, eq=False)
 class Action:
-    """One turn of the policy.
-
-    `text` is the decoded reply without special tokens; `generation` has its token ids and why it stopped. `message` is
-    the reply as a chat message, `tool_calls` its calls in order. `error` says what could not be parsed.
-    """
+    """One turn of the policy."""
 
     text: str
+    """The decoded reply without special tokens."""
     generation: Generation
+    """Its token ids, and why it stopped."""
     message: Message
+    """The reply as a chat message."""
     tool_calls: tuple[ToolCall, ...] = ()
+    """Its calls in order."""
     error: str | None = None
+    """What could not be parsed."""
 
 
 @frozen(kw_only=True)
@@ -69,15 +70,14 @@ class ParsedReply:
 
 @frozen(kw_only=True)
 class ReplyForm:
-    """The form that a reply must have, besides thinking before it.
-
-    `schema` is the JSON schema of its text; None allows no text. `calls` are the names of tools of which it may call
-    one instead of a text (must, without a schema), or several if `several`.
-    """
+    """The form that a reply must have, besides thinking before it."""
 
     schema: Mapping[str, Any] | bool | None = None
+    """JSON schema of its text; None allows no text."""
     calls: tuple[str, ...] = ()
+    """Names of tools of which it may call one instead of a text; without a schema it must."""
     several: bool = False
+    """Whether it may call several."""
 
 
 LONGEST_COMPARED = 1000

@@ -24,26 +24,32 @@ class Kind(Enum):
 
 @frozen
 class Flag:
-    """A flag of another tool: its kind and either `to`, the setting with the same meaning, or `reason`, why there is
-    none. Neither: it is translated together with others. `idle`: values that ask for nothing. `default`: the other
-    tool's default value, where the setting's own differs from it."""
+    """A flag of another tool.
+
+    It has either `to` or `reason`; one with neither is translated together with others.
+    """
 
     kind: Kind
     to: str | None = None
+    """Setting with the same meaning."""
     reason: str | None = None
+    """Why there is no such setting."""
     idle: tuple[str, ...] = ()
+    """Values that ask for nothing."""
     default: Any = None
+    """Default value of the other tool, where the setting's own differs from it."""
     always: bool = False
     """Whether it asks for what every run does."""
 
 
 @frozen(kw_only=True)
 class Program:
-    """A program of another tool. `name`: its name in messages. `flags`: its flags. `names`: every spelling of a flag on
-    its command line, and the names in `flags` that it stands for. `implied`: switches that stand for the value of a
-    flag."""
+    """A program of another tool."""
 
     name: str
+    """Name in messages."""
     flags: Mapping[str, Flag]
     names: Mapping[str, tuple[str, ...]]
+    """Every spelling of a flag on its command line, and the names in `flags` that it stands for."""
     implied: Mapping[str, tuple[str, str]] = Factory(dict)
+    """Switches that stand for the value of a flag."""

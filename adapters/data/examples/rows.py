@@ -82,15 +82,17 @@ class PlainText:
 
 @frozen(kw_only=True)
 class Pretokenised:
-    """Tokens and weights as a row has them; its `images`, each with the tokens, from the first to behind the last, in
-    whose `places` it stands; and the text that the tokens from place `reply` on `say`, where the row has it."""
+    """Tokens and weights as a row has them."""
 
     token_ids: tuple[int, ...]
     weights: tuple[float, ...]
     images: tuple[Any, ...] = ()
     places: tuple[tuple[int, int], ...] = ()
+    """Tokens of each image, from the first to behind the last."""
     reply: int = 0
+    """Place of the first token of the reply."""
     says: str | None = None
+    """Text of the tokens from there on, where the row has it."""
 
 
 @frozen(kw_only=True)

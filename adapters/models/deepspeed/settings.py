@@ -25,14 +25,16 @@ NEVER = 2**31 - 1
 
 @frozen(kw_only=True)
 class DeepSpeedSettings:
-    """`zero_stage` 0 copies everything, 1 divides the optimizer's state, 2 gradients too, 3 parameters too;
-    `adam_offload` keeps the optimizer's state, `param_offload` (stage 3) the parameters in the CPU's memory. Before
-    that, every `tensor_parallel_size` neighbouring processes divide the layers among them."""
+    """How a model is divided and offloaded."""
 
     zero_stage: int = 2
+    """0 copies everything, 1 divides the optimizer's state, 2 gradients too, 3 parameters too."""
     adam_offload: bool = False
+    """Keeps the optimizer's state in the CPU's memory."""
     param_offload: bool = False
+    """Keeps the parameters in the CPU's memory, at stage 3."""
     tensor_parallel_size: int = 1
+    """Neighbouring processes that divide each layer among them; ZeRO then divides the share of each."""
     extra: Mapping[str, Any] = Factory(dict)
     """Further keys of DeepSpeed's configuration."""
 

@@ -121,16 +121,18 @@ def _whitened(values_A: Tensor, *, std_norm: bool) -> Tensor:
 
 @frozen(kw_only=True, eq=False)
 class Turns:
-    """Turns (U) of the action tokens (A), in the order of `Actions`.
-
-    `turn_A`: turn of each action token. `first_U`: index in A of a turn's first token. `rollout_U`, `rewards_U`:
-    rollout and reward of each turn. `lengths_R`: number of turns of each rollout."""
+    """Turns (U) of the action tokens (A), in the order of `Actions`."""
 
     turn_A: Tensor
+    """Turn of each action token."""
     first_U: Tensor
+    """Index in A of a turn's first token."""
     rollout_U: Tensor
+    """Rollout of each turn."""
     rewards_U: Tensor
+    """Reward of each turn."""
     lengths_R: Tensor
+    """Number of turns of each rollout."""
 
     @classmethod
     def of(cls, inputs: EstimatorInput, actions: Actions) -> "Turns":

@@ -38,13 +38,14 @@ class SamplerHead:
 
 @frozen(kw_only=True, eq=False)
 class CentredScores:
-    """`term_A`, whose gradient is the mean of the weighted score; without one, `policy_mass_A`, the policy's mass at
-    the sampler's most likely tokens, and `residual_A`, the sum of |c_v - alpha pi_v|: 0 where both policies are the
-    same."""
+    """The mean of the weighted score, and two measures of it."""
 
     term_A: Tensor
+    """Its gradient is the mean of the weighted score."""
     policy_mass_A: Tensor
+    """The policy's mass at the sampler's most likely tokens; no gradient."""
     residual_A: Tensor
+    """The sum of |c_v - alpha pi_v|, 0 where both policies are the same; no gradient."""
 
 
 @frozen

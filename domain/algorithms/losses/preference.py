@@ -29,14 +29,16 @@ CERTAIN = -1e-6
 
 @frozen(kw_only=True)
 class PairLossParams:
-    """`beta`: scale of the log-ratios, in `orpo` the weight of the odds ratio. `label_smoothing`: share of pairs that
-    are taken for mislabelled. `simpo_gamma`: margin that `simpo` asks for. `discopop_tau`: temperature in `discopop`.
-    """
+    """Numbers of the losses of pairs."""
 
     beta: float
+    """Scale of the log-ratios; in `orpo` the weight of the odds ratio."""
     label_smoothing: float
+    """Share of pairs that are taken for mislabelled."""
     simpo_gamma: float
+    """Margin that `simpo` asks for."""
     discopop_tau: float
+    """Temperature in `discopop`."""
 
 
 PairLossFunction = Callable[[Pairs, PairLossParams], Tensor]

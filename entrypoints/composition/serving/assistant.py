@@ -72,18 +72,21 @@ OTHER_PARAMETERS = "The newer checkpoint has other parameters than the model tha
 
 @frozen(kw_only=True, eq=False)
 class LoadedAssistant:
-    """An assistant and its parts. `close_engine` ends what the engine holds; `check` raises `EngineError` if it cannot
-    serve requests, and `until_hopeless` as soon as it never will again, both None for one that cannot fail by itself;
-    `reload` brings it newer weights, None where others bring them."""
+    """An assistant and its parts."""
 
     assistant: Assistant
     codec: TemplateCodec
     tools: ToolBox
     name: str
     close_engine: Callable[[], Awaitable[None]]
+    """Ends what the engine holds."""
     check: Callable[[], Awaitable[None]] | None
+    """Raises `EngineError` if the engine cannot serve requests; None for an engine that cannot fail by itself."""
     until_hopeless: Callable[[], Awaitable[None]] | None
+    """Raises `EngineError` as soon as the engine never will serve again; None for an engine that cannot fail by
+    itself."""
     reload: ModelReload | None
+    """Brings the engine newer weights; None where others bring them."""
 
     async def aclose(self) -> None:
         """Closes tools and engine, in the event loop that used them."""

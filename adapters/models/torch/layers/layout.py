@@ -53,17 +53,18 @@ class Node:
 
 @frozen(kw_only=True, eq=False)
 class Layout:
-    """`M` distinct tokens standing for the `N` of a batch.
-
-    `tokens_M`, `positions_M` int64; `index_N`: index in M of each token of the batch; `nodes` tile M; `images` are
-    those that stand among the tokens of M.
-    """
+    """`M` distinct tokens standing for the `N` of a batch."""
 
     tokens_M: Tensor
+    """Int64."""
     positions_M: Tensor
+    """Int64."""
     index_N: Tensor
+    """Index in M of each token of the batch."""
     nodes: tuple[Node, ...]
+    """They tile M."""
     images: PlacedImages = ()
+    """Images that stand among the tokens of M."""
 
 
 def build_layout(batch: PackedBatch) -> Layout:

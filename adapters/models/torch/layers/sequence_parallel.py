@@ -46,15 +46,19 @@ TURNS = 8
 
 @frozen(kw_only=True, eq=False)
 class SequenceGroup:
-    """`size` processes with the same batches, of which this is number `rank`; `group` is torch's. Neighbours make teams
-    of `heads` processes, which divide key/value heads; teams divide queries. A process has up to `run` neighbouring
-    tokens at a time. The default is a single process, whose share is the whole."""
+    """Processes with the same batches, which share each sequence. The default is a single process, whose share is the
+    whole."""
 
     rank: int = 0
+    """Number of this process."""
     size: int = 1
+    """Number of processes."""
     heads: int = 1
+    """Processes of a team: neighbours, which divide key/value heads. Teams divide queries."""
     run: int = 1
+    """Largest number of neighbouring tokens that a process has at a time."""
     group: Any = None
+    """The processes' group in torch."""
 
     @property
     def teams(self) -> int:
