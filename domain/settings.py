@@ -47,7 +47,7 @@ class Condition:
     why: str
     """Why the setting means nothing elsewhere. Values are read as `{here.rank}` and `{run.rollout.engine}`."""
     fix: str
-    """Advice what to set instead; values as in `why`, and `{at}` is the section's dotted name with its dot."""
+    """Setting to use instead; values as in `why`, and `{at}` is the section's dotted name with its dot."""
 
     def problem(self, name: str, value: Any, here: Any, run: Any, at: str) -> str:
         """Returns the sentence about the setting `name` of a section `here`, which lies at `at`."""

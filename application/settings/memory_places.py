@@ -60,7 +60,7 @@ class RoleMemory:
     buckets: int = 0
     """Buckets of weights on their way to engines, held until these have their keys and values."""
     asleep: int = 0
-    """Memory that an engine holds while it sleeps."""
+    """Bytes that an engine holds while it sleeps."""
 
     @property
     def kept(self) -> int:

@@ -33,7 +33,7 @@ class ExampleBatch(PackedBatch):
     positive_weights_N: Tensor | None = None
     """Weights of a second term of the loss, over the tokens of chosen replies."""
     opposites_S2: Tensor | None = None
-    """Log-ratios that each reply of a pair is compared with by losses that sort the pairs of the step
+    """Numbers that each reply of a pair is compared with, by losses that sort the pairs of the step
     (`domain.algorithms.losses.transport`)."""
 
 

@@ -27,7 +27,7 @@ class Finding:
 
     name: str
     evidence: str
-    """What was seen, in numbers."""
+    """Numbers that were seen."""
     look_at: str
     """Settings to look at."""
     since: int

@@ -30,7 +30,7 @@ class Image:
     data: bytes = field(eq=False, repr=False)
     """Bytes of the file."""
     tensors: "Mapping[str, Tensor]" = field(eq=False, repr=False)
-    """What the model takes, by the names of its arguments."""
+    """Tensors that the model takes, by the names of its arguments."""
 
     @property
     def data_uri(self) -> str:

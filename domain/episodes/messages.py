@@ -56,7 +56,7 @@ class Action:
     tool_calls: tuple[ToolCall, ...] = ()
     """Its calls in order."""
     error: str | None = None
-    """What could not be parsed."""
+    """Sentence that says what could not be parsed; None if all could."""
 
 
 @frozen(kw_only=True)

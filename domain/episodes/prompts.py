@@ -25,7 +25,7 @@ class Prompt:
     text: str
     """The rendered prompt (chat template applied)."""
     label: Any = None
-    """Value that the reward source needs, such as the reference answer; None where it needs nothing."""
+    """Data that the reward source needs, such as the reference answer; None where it needs nothing."""
     datasource: str = "default"
     """Name of the origin, for metrics of each."""
     metadata: Mapping[str, Any] = field(factory=dict)

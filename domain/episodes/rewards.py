@@ -58,7 +58,7 @@ class RewardInput:
 
 @frozen(kw_only=True)
 class Reward:
-    """Worth of a reply, as a reward source finds it."""
+    """Judgement of a reply by a reward source."""
 
     value: float
     """Number that trains."""
@@ -69,12 +69,11 @@ class Reward:
     parts: Mapping[str, float] = field(factory=dict)
     """Named rewards, if `value` is their weighted sum."""
     answer: str | None = None
-    """Answer of the reply, in a form in which equal answers are equal texts; evaluations vote by it. None if
-    unknown."""
+    """Answer of the reply, in a form in which equal answers are equal texts; evaluations vote by it. None if unknown."""
     steps: tuple[float, ...] = ()
     """Probabilities of a process reward model that the steps of the reply are right."""
     feedback: str | None = None
-    """Words about the reply, such as the error of a program; a teacher may be told them."""
+    """Words on the reply, such as the error of a program; a teacher may be told them. None for none."""
 
 
 class FailureKind(StrEnum):

@@ -43,7 +43,7 @@ class StepResult:
     metrics: Mapping[str, float] = field(factory=dict)
     """Those of the last step are logged."""
     rewards: Mapping[str, float] = field(factory=dict)
-    """Reward of the latest action of each role, of an environment that `PlaysRoles`; that of the role that has acted is
+    """Reward of the latest action of each role, from an environment that `PlaysRoles`; that of the role that has acted is
     added to its `reward`."""
     reward_parts: Mapping[str, float] = field(factory=dict)
     """In the last step: named rewards whose weighted sum is the episode's reward."""

@@ -130,7 +130,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
 
 
 class _Findings:
-    """Findings of rows, which are read in batches."""
+    """Findings about rows, which are read in batches."""
 
     def __init__(self, rows: Rows, builder: PromptBuilder, setting: str) -> None:
         self._rows = rows

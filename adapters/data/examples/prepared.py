@@ -46,7 +46,7 @@ class PreparedExamples:
     """Bool: whether each branch is a good reply (the chosen one of a pair); false for all where rows have no labels."""
     report: DataReport
     fingerprint: str
-    """Fingerprint of the tokens."""
+    """Digest of the tokens."""
     origin: str
     """Fingerprint of the rows, the template and the settings, whatever the day."""
     written_on: str | None = None

@@ -68,7 +68,7 @@ class ReadingSettings:
     input_template: str | None = None
     """Text with {} around prompts without a chat template."""
     train_on: TrainOn = TrainOn.ASSISTANT
-    """Tokens that carry loss."""
+    """Messages of a conversation that are trained."""
     placeholder: str | None = None
     separator: str = "\n"
     up_to_first_error: bool = False

@@ -16,9 +16,9 @@ class PolicyLossInput:
     """One micro-batch of whole sequences; values per token are [N], with 0 at masked positions."""
 
     logprobs_N: Tensor
-    """Log-probs under the policy, with gradient."""
+    """Log-probs of the policy, with gradient."""
     old_logprobs_N: Tensor
-    """Log-probs under the proximal policy."""
+    """Log-probs of the proximal policy."""
     advantages_N: Tensor
     action_mask_N: Tensor
     """Bool."""
@@ -29,7 +29,7 @@ class PolicyLossInput:
     selected_N: Tensor | None = None
     """Bool: tokens chosen from the whole optimizer step; None where the loss chooses none."""
     rollout_logprobs_N: Tensor | None = None
-    """Log-probs under the policy that sampled; None where nobody knows them."""
+    """Log-probs of the policy that sampled; None where nobody knows them."""
 
 
 PolicyLossParams = PolicyLossSettings

@@ -49,7 +49,7 @@ class PolicyLossObjective:
     correction: CorrectionSettings | None = None
     """None for none."""
     bypass: bool = False
-    """Whether the policy that sampled is the proximal one, as `correction_weights` takes it."""
+    """Argument of `correction_weights`."""
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     """As for `kl_estimate`; or `full` for the divergence of the scores, which is exact."""

@@ -26,7 +26,7 @@ class Pairs:
     logprobs_P2: Tensor
     """Sums of the trained tokens' log-probs."""
     ref_logprobs_P2: Tensor | None
-    """Sums of their log-probs under the reference; None without one."""
+    """Sums of log-probs under the reference; None without one."""
     lengths_P2: Tensor
     """Numbers of trained tokens."""
     opposites_P22: Tensor | None = None

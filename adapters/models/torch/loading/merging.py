@@ -66,7 +66,7 @@ class MergedModel:
     """Whether its weights are dequantised ones."""
     reward_model: bool
     tokenizer: str
-    """Place that its tokenizer and template are from."""
+    """Directory or hub name that its tokenizer and template are from."""
 
 
 def merge_lora(
