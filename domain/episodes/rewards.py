@@ -69,7 +69,7 @@ class Reward:
     parts: Mapping[str, float] = field(factory=dict)
     """Named rewards, if `value` is their weighted sum."""
     answer: str | None = None
-    """Answer of the reply, in a form in which equal answers are equal texts; evaluations vote by it. None if unknown."""
+    """Answer of the reply, by which evaluations vote: equal answers are equal texts. None if unknown."""
     steps: tuple[float, ...] = ()
     """Probabilities of a process reward model that the steps of the reply are right."""
     feedback: str | None = None

@@ -43,8 +43,8 @@ class StepResult:
     metrics: Mapping[str, float] = field(factory=dict)
     """Those of the last step are logged."""
     rewards: Mapping[str, float] = field(factory=dict)
-    """Reward of the latest action of each role, from an environment that `PlaysRoles`; that of the role that has acted is
-    added to its `reward`."""
+    """Reward of the latest action of each role, from an environment that `PlaysRoles`. For the role that has just acted
+    it is added to `reward`."""
     reward_parts: Mapping[str, float] = field(factory=dict)
     """In the last step: named rewards whose weighted sum is the episode's reward."""
     answer: str | None = None
