@@ -144,68 +144,60 @@ combination = {
     "estimator": st.sampled_from(list(ESTIMATORS)),
     "correction": st.sampled_from(TRIPLES),
 }
+EACH = st.fixed_dictionaries({name: st.tuples(*combination.values()) for name in AGGREGATIONS})
+"""A combination for each aggregation."""
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
-@settings(max_examples=8, deadline=None)
-@given(**combination, ranks=st.integers(1, 5))
-def test_any_sharding_in_any_order_gives_the_same_gradient(
-    loss: str, aggregation: str, seed: int, estimator: str, correction: CorrectionSettings | None, ranks: int
-) -> None:
-    batch, theta_N = make_batch(seed, estimator, loss, aggregation)
-    objective = make_objective(loss, correction)
-    value, whole_N = gradient(objective, batch, theta_N)
-    carried = evolve(batch, rewards_N=theta_N)  # a column that select() carries along
-    summed_N, total = torch.zeros_like(whole_N), torch.zeros_like(value)
-    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
-    for part in shards(carried.select(order), ranks).parts:
-        loss_part, gradient_part = gradient(objective, part, part.rewards_N)
-        summed_N[part.tokens_N] += gradient_part
-        total += loss_part
-    torch.testing.assert_close(summed_N, whole_N, rtol=1e-9, atol=1e-13)
-    torch.testing.assert_close(total, value, rtol=1e-9, atol=1e-13)
+@settings(max_examples=4, deadline=None)
+@given(drawn=EACH, ranks=st.integers(1, 5))
+def test_any_sharding_in_any_order_gives_the_same_gradient(loss: str, drawn: dict[str, Any], ranks: int) -> None:
+    for aggregation, (seed, estimator, correction) in drawn.items():
+        batch, theta_N = make_batch(seed, estimator, loss, aggregation)
+        objective = make_objective(loss, correction)
+        value, whole_N = gradient(objective, batch, theta_N)
+        carried = evolve(batch, rewards_N=theta_N)  # a column that select() carries along
+        summed_N, total = torch.zeros_like(whole_N), torch.zeros_like(value)
+        order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+        for part in shards(carried.select(order), ranks).parts:
+            loss_part, gradient_part = gradient(objective, part, part.rewards_N)
+            summed_N[part.tokens_N] += gradient_part
+            total += loss_part
+        torch.testing.assert_close(summed_N, whole_N, rtol=1e-9, atol=1e-13)
+        torch.testing.assert_close(total, value, rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
-@settings(max_examples=6, deadline=None)
-@given(**combination, poison=st.sampled_from([math.nan, math.inf, -math.inf]), padding=st.integers(0, 3))
-def test_masked_tokens_change_nothing(
-    loss: str,
-    aggregation: str,
-    seed: int,
-    estimator: str,
-    correction: CorrectionSettings | None,
-    poison: float,
-    padding: int,
-) -> None:
-    batch, theta_N = make_batch(seed, estimator, loss, aggregation)
-    objective = make_objective(loss, correction)
-    value, clean_N = gradient(objective, batch, theta_N)
-    # Every sequence is followed by `padding` more masked tokens, and all masked places are poisoned.
-    source_N = torch.cat([torch.cat([part, part[-1:].expand(padding)]) for part in spans(batch)])
-    keep_N = torch.cat([torch.arange(n + padding) < n for n in batch.lengths_S.tolist()])
-    mask_N = batch.action_mask_N[source_N] & keep_N
-    columns: dict[str, Any] = {}
-    for name in ("rollout_logprobs_N", "old_logprobs_N", "ref_logprobs_N", "advantages_N"):
-        columns[name] = torch.where(mask_N, batch.filled(name)[source_N], poison)
-    for name in ("tokens_N", "turn_ids_N", "rewards_N", "versions_N"):
-        columns[name] = getattr(batch, name)[source_N]
-    padded = evolve(
-        batch,
-        **columns,
-        action_mask_N=mask_N,
-        lengths_S=batch.lengths_S + padding,
-        loss_weights_N=torch.where(mask_N, batch.filled("loss_weights_N")[source_N], 0.0),
-        selected_N=None if batch.selected_N is None else batch.selected_N[source_N] & mask_N,
-        kept_N=batch.filled("kept_N")[source_N] & mask_N,
-        learned_N=None if batch.learned_N is None else batch.learned_N[source_N],
-    )
-    found, poisoned_N = gradient(objective, padded, torch.where(mask_N, theta_N[source_N], poison))
-    torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(poisoned_N[mask_N], clean_N[batch.action_mask_N], rtol=1e-12, atol=1e-15)
-    assert not poisoned_N[~mask_N].any()
+@settings(max_examples=3, deadline=None)
+@given(drawn=EACH, poison=st.sampled_from([math.nan, math.inf, -math.inf]), padding=st.integers(0, 3))
+def test_masked_tokens_change_nothing(loss: str, drawn: dict[str, Any], poison: float, padding: int) -> None:
+    for aggregation, (seed, estimator, correction) in drawn.items():
+        batch, theta_N = make_batch(seed, estimator, loss, aggregation)
+        objective = make_objective(loss, correction)
+        value, clean_N = gradient(objective, batch, theta_N)
+        # Every sequence is followed by `padding` more masked tokens, and all masked places are poisoned.
+        source_N = torch.cat([torch.cat([part, part[-1:].expand(padding)]) for part in spans(batch)])
+        keep_N = torch.cat([torch.arange(n + padding) < n for n in batch.lengths_S.tolist()])
+        mask_N = batch.action_mask_N[source_N] & keep_N
+        columns: dict[str, Any] = {}
+        for name in ("rollout_logprobs_N", "old_logprobs_N", "ref_logprobs_N", "advantages_N"):
+            columns[name] = torch.where(mask_N, batch.filled(name)[source_N], poison)
+        for name in ("tokens_N", "turn_ids_N", "rewards_N", "versions_N"):
+            columns[name] = getattr(batch, name)[source_N]
+        padded = evolve(
+            batch,
+            **columns,
+            action_mask_N=mask_N,
+            lengths_S=batch.lengths_S + padding,
+            loss_weights_N=torch.where(mask_N, batch.filled("loss_weights_N")[source_N], 0.0),
+            selected_N=None if batch.selected_N is None else batch.selected_N[source_N] & mask_N,
+            kept_N=batch.filled("kept_N")[source_N] & mask_N,
+            learned_N=None if batch.learned_N is None else batch.learned_N[source_N],
+        )
+        found, poisoned_N = gradient(objective, padded, torch.where(mask_N, theta_N[source_N], poison))
+        torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(poisoned_N[mask_N], clean_N[batch.action_mask_N], rtol=1e-12, atol=1e-15)
+        assert not poisoned_N[~mask_N].any()
 
 
 def spans(batch: RolloutBatch) -> list[Tensor]:
