@@ -301,7 +301,7 @@ def _section(
             values[key] = _converter.structure(value, fields[key])
         except Exception:  # cattrs wraps what the hooks raise in groups of its own
             problems.append(ConfigurationError(f"{name} is {value!r}, but it must be {_describe(fields[key])}."))
-    return attrs.evolve(default, **values)
+    return attrs.evolve(default, **values)  # type: ignore[misc] # a class of attrs, which the bound does not say
 
 
 def _difference(values: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
