@@ -264,9 +264,9 @@ def test_keys(page: Page) -> None:
     assert page.page.get_attribute(".row.active", "aria-rowindex") == "3"
     keys.press("Enter")
     page.page.locator(".headline").wait_for()
-    first = page.page.url
+    first, place = page.page.url, page.page.inner_text(".crumbs")
     keys.press("j")
-    page.page.wait_for_function("url => location.href !== url", arg=first)
+    page.page.wait_for_function("place => document.querySelector('.crumbs').innerText !== place", arg=place)
     page.page.wait_for_function("() => document.querySelector('.crumbs button').disabled === false")
     keys.press("k")
     page.page.wait_for_function("url => location.href === url", arg=first)
