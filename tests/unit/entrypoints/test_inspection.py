@@ -14,7 +14,7 @@ from rollgrad.entrypoints.run_record import SILENT_SECONDS, RunRecord
 from rollgrad.entrypoints.ui.runs import Runs
 from tests.unit.domain.test_sick_runs import SICK, run_of
 
-LEARNING = {"steps": 50, "judged_by_outcome": True, "max_new_tokens": 24}
+LEARNING = {"steps": 50, "judged_by_outcome": True, "max_new_tokens": 24, "held_by_kl": True}
 
 
 def logged(directory: Path, steps: Sequence[dict[str, float]]) -> Path:
