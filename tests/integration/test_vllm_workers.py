@@ -77,7 +77,11 @@ class LLM:
             procs.append(proc)
         self._executor = object.__new__(MultiprocExecutor)
         vars(self._executor).update(
-            rpc_broadcast_mq=Requests(procs), response_mqs=self.replies, is_failed=False, futures_queue=deque()
+            rpc_broadcast_mq=Requests(procs),
+            response_mqs=self.replies,
+            is_failed=False,
+            futures_queue=deque(),
+            vllm_config=settings(),
         )
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
