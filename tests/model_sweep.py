@@ -29,6 +29,7 @@ from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.layers.padded import is_padded
 from rollgrad.adapters.models.torch.loading.compatibility import usable_positions
 from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
+from rollgrad.adapters.models.torch.optimizers.untrained_parameters import may_lack_gradient
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.episodes.trajectory import TrajectoryBuilder
@@ -128,6 +129,8 @@ class Finding:
     """Whether it is computed with padding, and sampled from without a cache."""
     refusal: str = ""
     """Why it is not trained; empty if it is."""
+    idle: bool = False
+    """Whether weights get no gradient, so that a run that trains all of them is refused in its first step."""
     engine_refusal: str = ""
     """Why the embedded engine does not sample from it."""
     unbuilt: str = ""
@@ -143,6 +146,8 @@ class Finding:
         if self.refusal:
             return f"refused ({_reason(self.refusal)})"
         exact = "exact, padded and recomputed" if self.padded else "exact"
+        if self.idle:
+            exact += ", but only parts are trained: its attention to an encoder gets no gradient"
         return f"{exact}; no embedded engine ({_reason(self.engine_refusal)})" if self.engine_refusal else exact
 
     @property
@@ -250,6 +255,7 @@ def _compare(name: str, directory: str, model: Any) -> Finding:
             return Finding(name=name, fault=f"packs of sequences beyond {limit} tokens are computed")
     batch = episodes(min(limit, 42))
     training, gradient = packed_gaps(plain, model, batch)
+    idle = any(p.requires_grad and p.grad is None and not may_lack_gradient(n) for n, p in model.named_parameters())
     plain.requires_grad_(False)
     try:
         check_decoding(model.requires_grad_(False), FLAG)
@@ -259,11 +265,12 @@ def _compare(name: str, directory: str, model: Any) -> Finding:
             training=training,
             gradient=gradient,
             padded=is_padded(model),
+            idle=idle,
             **_sentence(error, "engine_refusal"),
         )
     engine = EmbeddedEngine(model, eos_token_ids=(), max_batch_size=16)
     gap = asyncio.run(engine_gap(plain, engine, min(limit, LONGEST)))
-    return Finding(name=name, training=training, gradient=gradient, engine=gap, padded=is_padded(model))
+    return Finding(name=name, training=training, gradient=gradient, engine=gap, padded=is_padded(model), idle=idle)
 
 
 def episodes(longest: int) -> PackedBatch:

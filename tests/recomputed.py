@@ -3,11 +3,11 @@
 from typing import Any
 
 from rollgrad.adapters.models.torch.adapter_dropout import AdapterDropout
-from rollgrad.adapters.models.torch.recomputation import Recomputation, train_without_dropout
+from rollgrad.adapters.models.torch.recomputation import Recomputation, recompute_layers
 from rollgrad.application.settings.sections.actor import Checkpointing
 
 
 def recompute(model: Any) -> None:
     """Has `model` compute its layers again for gradients, from now on."""
     Recomputation(model, AdapterDropout(model), Checkpointing.FULL)
-    train_without_dropout(model)
+    recompute_layers(model)

@@ -24,6 +24,7 @@ from rollgrad.adapters.models.torch.experts.router_replay import router_replay
 from rollgrad.adapters.models.torch.layers.layer_plans import plans_again
 from rollgrad.adapters.models.torch.offloading import OffloadedInputs, Transfers, transfers_of
 from rollgrad.application.settings.sections.actor import Checkpointing
+from rollgrad.domain.errors import ConfigurationError
 
 aten = torch.ops.aten
 
@@ -48,16 +49,16 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Contexts in which a layer is computed, and computed again."""
 
 
-def train_without_dropout(model: nn.Module) -> None:
-    """Puts a model in train mode without dropout: transformers recomputes activations in train mode only, but
-    ratios need a deterministic policy."""
-    model.train()
+def recompute_layers(model: nn.Module) -> None:
+    """Puts those modules alone in train mode that recompute activations, as transformers asks of them. Their parts stay
+    in eval mode, for ratios need a deterministic policy: in train mode some drop numbers, or route to experts at random
+    (Phi-3.5-MoE, Mixtral with `router_jitter_noise`)."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.eval()
-        for name, value in [*vars(module).items()]:
-            if "drop" in name and isinstance(value, float):  # of functional dropout, and of layers that are left out
-                setattr(module, name, 0.0)
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+            for name, value in [*vars(module).items()]:
+                if "drop" in name and isinstance(value, float):  # of functional dropout, and of layers left out
+                    setattr(module, name, 0.0)
 
 
 class Recomputation:
@@ -70,6 +71,9 @@ class Recomputation:
         offloads: whether the inputs of layers are kept in the machine's memory.
         transfers: copies them there.
         attention: names of the operations that compute attention.
+
+    Raises:
+        ConfigurationError: transformers cannot recompute the activations of such a model.
     """
 
     def __init__(
@@ -89,6 +93,11 @@ class Recomputation:
         keeps = kind is Checkpointing.SELECTIVE
         self._policy = _Policy(model.config.get_text_config().hidden_size * NARROW, attention) if keeps else None
         self._dropout, self._replay = dropout, router_replay(model)
+        if not model.supports_gradient_checkpointing:
+            raise ConfigurationError(
+                f"actor.gradient_checkpointing is {kind}, which transformers does not support in "
+                f"{type(model).__name__}: set --actor.gradient_checkpointing off."
+            )
         # Before transformers 5.24 it is named gradient_checkpointing_enable alone.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False, "context_fn": self._contexts})
@@ -100,7 +109,7 @@ class Recomputation:
     def during(self, module: nn.Module) -> Iterator[None]:
         """Recomputes activations inside the block, which trains `module`; after it the model is in eval mode."""
         if self._on:
-            train_without_dropout(module)
+            recompute_layers(module)
         try:
             yield
         finally:

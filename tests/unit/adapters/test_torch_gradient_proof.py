@@ -87,3 +87,16 @@ def test_an_expert_without_a_token_may_wait() -> None:
         proof.look({"layers.0.mlp.experts.1.up.weight": 1.0, "layers.0.gate": 1.0})
     assert not logs
     assert not proof.under_way
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.compressor.position_bias",
+        "model.embed_tokens_extend.audio_embed.encoder.after_norm.weight",
+        "model.vision_embed_tokens.weight",
+    ],
+)
+def test_a_part_that_no_text_goes_through_may_wait(name: str) -> None:
+    """DeepSeek-V4 compresses what is longer than 128 tokens; Phi-4 hears and sees; Fuyu sees."""
+    GradientProof([name, "model.norm.weight"]).look({"model.norm.weight": 1.0})

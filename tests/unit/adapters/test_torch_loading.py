@@ -49,6 +49,18 @@ def test_a_model_loads_in_eval_mode_with_packed_attention(tiny_model_dir: Path, 
     assert next(model.parameters()).dtype == dtype
 
 
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "afmoe", "laguna"])
+def test_what_a_model_freezes_is_not_trained(model_type: str, tmp_path: Path) -> None:
+    """Corrections of experts' scores, which get no gradient: a run that trained them would be refused."""
+    made = tiny_model(model_type)
+    made.save_pretrained(tmp_path)
+    frozen = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
+    assert frozen
+    found = dict(load(tmp_path).named_parameters())
+    assert {name for name, parameter in found.items() if not parameter.requires_grad} == frozen
+    assert all(torch.equal(found[name], made.get_parameter(name)) for name in frozen)
+
+
 def test_threads_load_one_after_another(tiny_model_dir: Path) -> None:
     """Engines that are replaced while a server loads a newer model; transformers would never tie weights again."""
     from transformers import AutoModelForCausalLM, PreTrainedModel

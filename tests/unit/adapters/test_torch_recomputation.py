@@ -32,6 +32,7 @@ from rollgrad.application.settings.rules import setting_errors
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.sections.actor import Checkpointing, LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.models import LossOutput
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.fakes import cluster, image_sequences
@@ -80,11 +81,11 @@ def gradients(
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-# With experts; with linear attention; with convolutions; with sinks; with capped scores and norms after products; with
-# biases and learned positions; computed padded.
+# With experts; with experts that are drawn in train mode; with linear attention; with convolutions; with sinks; with
+# capped scores and norms after products; with biases and learned positions; computed padded.
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", "qwen3_moe", "qwen3_5_text", "lfm2", "granite_swa", "gemma2", "gpt2", "bloom"],
+    ["llama", "qwen3_moe", "phimoe", "qwen3_5_text", "lfm2", "granite_swa", "gemma2", "gpt2", "bloom"],
 )
 def test_gradients_are_the_same_bit_for_bit(architecture: str, tmp_path: Path) -> None:
     tiny_model(architecture).save_pretrained(tmp_path)
@@ -94,6 +95,14 @@ def test_gradients_are_the_same_bit_for_bit(architecture: str, tmp_path: Path) -
         found = gradients(load(tmp_path), batch(), kind, offloads=offloads)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected), (kind, offloads)
+
+
+def test_models_that_cannot_compute_again_are_refused(tmp_path: Path) -> None:
+    tiny_model("jetmoe").save_pretrained(tmp_path)
+    model = load(tmp_path)
+    Recomputation(model, AdapterDropout(model), Checkpointing.OFF)
+    with pytest.raises(ConfigurationError, match=r"full.*JetMoeForCausalLM: set --actor.gradient_checkpointing off"):
+        Recomputation(model, AdapterDropout(model), Checkpointing.FULL)
 
 
 def test_gradients_over_images_are_the_same_bit_for_bit() -> None:

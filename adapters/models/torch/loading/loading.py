@@ -1,7 +1,8 @@
 """Loads transformers models for training, with errors a user can act on."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def load_causal_lm(
         torch.backends.cudnn.allow_tf32 = False  # float32 is float32, also in the first layer of such a tower
     quantised = four_bits(dtype, device) if load_in_4bit else {}
     factory = _factory(name_or_path, flag, headless=headless, images=images)
-    with sharded_loading(None if load_in_4bit else shard):
+    with LOADING, _frozen_as_built(), sharded_loading(None if load_in_4bit else shard):
         model, info = _from_pretrained(factory, name_or_path, flag, dtype=dtype, output_loading_info=True, **quantised)
     _require_weights(model, info["missing_keys"], name_or_path, flag, headless=headless)
     model = model.to(device).eval()
@@ -115,6 +116,28 @@ def load_causal_lm(
             f"({str(error).rstrip('.')}): choose another {flag}."
         ) from error
     return model
+
+
+@contextmanager
+def _frozen_as_built() -> Iterator[None]:
+    """Leaves parameters frozen that a model's own code freezes, such as the corrections of experts' scores in ERNIE 4.5
+    and AFMoE, in each model that transformers loads inside the block: it makes a trained parameter of all it reads."""
+    from transformers import PreTrainedModel
+
+    read = PreTrainedModel._load_pretrained_model
+
+    def read_and_freeze(model: Any, *rest: Any, **named: Any) -> Any:
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        found = read(model, *rest, **named)
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        return found
+
+    PreTrainedModel._load_pretrained_model = staticmethod(read_and_freeze)
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = staticmethod(read)
 
 
 def _factory(name_or_path: str, flag: str, *, headless: bool, images: bool) -> Any:

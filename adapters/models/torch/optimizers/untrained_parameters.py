@@ -21,9 +21,12 @@ OPTIONAL = frozenset(
         "experts",
         *("visual", "vision_tower", "vision_model", "vision_encoder", "image_tower"),
         *("connector", "multi_modal_projector", "image_newline"),
+        *("vision_embed_tokens", "visual_projection", "embed_tokens_extend"),
+        "compressor",
     }
 )
-"""Names of parts that take no part in every step: experts, and transformers' names of what images go through."""
+"""Names of parts that take no part in every step: experts, transformers' names of what images and sounds go through,
+and DeepSeek-V4's compressors, which begin at 128 tokens and choose what is attended to without a gradient."""
 
 SHOWN = 5
 """Largest number of names in a message."""
@@ -52,7 +55,7 @@ class GradientProof:
         """Checks the gradients before a step; `sizes` are their largest absolute entries, finite, of parameters with
         one.
 
-        An expert to which no token was sent may have no gradient, nor what images go through.
+        An expert to which no token was sent may have no gradient, nor may other parts of which a step may make no use.
 
         Raises:
             UntrainedParameterError: another parameter got none.
@@ -80,8 +83,8 @@ class GradientProof:
 
 
 def may_lack_gradient(name: str) -> bool:
-    """Returns whether a parameter is an expert's, to which no token may have been sent, or makes input of images, of
-    which a step may have none (some models also leave the last layers of the tower out)."""
+    """Returns whether a step may make no use of a parameter: of an expert to which no token was sent, or of what images
+    go through (some models also leave the last layers of the tower out)."""
     return not OPTIONAL.isdisjoint(name.split("."))
 
 
