@@ -150,7 +150,7 @@ def found(make: Any, batches: Any, out: Any, name: str) -> list[Any]:
 def configured(folder: str, settings: dict[str, Any]) -> Any:
     """Settings of a run on the model in a folder."""
     from rollgrad.application.settings.run import RLConfig
-    from rollgrad.application.settings.spelling import canonical_choices
+    from rollgrad.entrypoints.kinds import settle
 
     run = RLConfig()
     run.actor.model_name_or_path, run.actor.dtype = folder, "bfloat16"
@@ -159,7 +159,7 @@ def configured(folder: str, settings: dict[str, Any]) -> Any:
     for name, value in settings.items():
         section, _, key = name.partition(".")
         setattr(getattr(run, section), key, value)
-    canonical_choices(run)
+    settle(run)
     return run
 
 

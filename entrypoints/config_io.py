@@ -9,19 +9,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from operator import attrgetter
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 import attrs
-import cattrs
 import yaml
 
 from rollgrad.application.foreign import foreign_code
 from rollgrad.application.settings.brought import with_brought
 from rollgrad.application.settings.presets import preset_settings
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.application.settings.spelling import choice
 from rollgrad.domain.errors import ConfigurationError, raise_together
+from rollgrad.entrypoints.kinds import CONVERTER, described
 from rollgrad.entrypoints.names.suggestions import unknown_key
 from rollgrad.entrypoints.redaction import hide, secrets_of_settings
 
@@ -248,7 +246,7 @@ def settings_tree(config: attrs.AttrsInstance) -> dict[str, Any]:
             return value.value
         return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
-    tree: dict[str, Any] = plain(_converter.unstructure(config))
+    tree: dict[str, Any] = plain(CONVERTER.unstructure(config))
     return tree
 
 
@@ -298,9 +296,9 @@ def _section(
             values[key] = _section(getattr(default, key), value, f"{name}.", problems, known)
             continue
         try:
-            values[key] = _converter.structure(value, fields[key])
+            values[key] = CONVERTER.structure(value, fields[key])
         except Exception:  # cattrs wraps what the hooks raise in groups of its own
-            problems.append(ConfigurationError(f"{name} is {value!r}, but it must be {_describe(fields[key])}."))
+            problems.append(ConfigurationError(f"{name} is {value!r}, but it must be {described(fields[key])}."))
     return attrs.evolve(default, **values)  # type: ignore[misc] # a class of attrs, which the bound does not say
 
 
@@ -311,87 +309,3 @@ def _difference(values: Mapping[str, Any], default: Mapping[str, Any]) -> dict[s
             section = isinstance(value, dict) and isinstance(default[key], dict)
             result[key] = _difference(value, default[key]) if section else value
     return result
-
-
-def _describe(kind: Any) -> str:
-    """Returns a type in words."""
-    if isinstance(kind, UnionType):
-        return " or ".join(_describe(part) for part in get_args(kind))
-    if get_origin(kind) is tuple:
-        parts = get_args(kind)
-        length = "" if parts[-1] is Ellipsis else f"{len(parts)} "
-        return f"a list of {length}{_PLURALS[parts[0]]}"
-    if get_origin(kind) is dict:
-        return f"a section of `name: {'number' if get_args(kind)[1] is float else 'value'}` lines"
-    if issubclass(kind, StrEnum):
-        return "one of " + ", ".join(kind)
-    return _WORDS[kind]
-
-
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", NoneType: "null"}
-_PLURALS = {float: "numbers", str: "texts"}
-
-
-def _strict(kind: type) -> Any:
-    def structure(value: Any, _: Any) -> Any:
-        if type(value) is not kind:
-            raise TypeError(value)
-        return value
-
-    return structure
-
-
-def _number(value: Any, _: Any) -> float:
-    """Converts a number. YAML reads 1e-6, which has no dot, as text, so text of a number is accepted."""
-    if isinstance(value, bool):
-        raise TypeError(value)
-    return float(value)
-
-
-def _optional(value: Any, kind: Any) -> Any:
-    kinds = [part for part in get_args(kind) if part is not NoneType]
-    if value is None and len(kinds) < len(get_args(kind)):
-        return None
-    if len(kinds) == 1:
-        return _converter.structure(value, kinds[0])
-    if type(value) not in kinds:
-        raise TypeError(value)
-    return value
-
-
-def _tuple(value: Any, kind: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise TypeError(value)
-    parts = get_args(kind)
-    kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
-    return tuple(_converter.structure(item, part) for item, part in zip(value, kinds, strict=True))
-
-
-def _mapping(value: Any, kind: Any) -> dict[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError(value)
-    key_kind, value_kind = get_args(kind)
-    return {_converter.structure(key, key_kind): _converter.structure(item, value_kind) for key, item in value.items()}
-
-
-def _is_mapping(kind: Any) -> bool:
-    return get_origin(kind) is dict
-
-
-def _is_optional(kind: Any) -> bool:
-    return isinstance(kind, UnionType)
-
-
-def _is_tuple(kind: Any) -> bool:
-    return get_origin(kind) is tuple
-
-
-_converter = cattrs.Converter()
-for _kind in (bool, int, str):
-    _converter.register_structure_hook(_kind, _strict(_kind))
-_converter.register_structure_hook(float, _number)
-_converter.register_structure_hook_func(_is_optional, _optional)
-_converter.register_structure_hook_func(_is_tuple, _tuple)
-_converter.register_structure_hook_func(_is_mapping, _mapping)
-_converter.register_structure_hook(StrEnum, lambda value, kind: choice(kind, value))
-_converter.register_unstructure_hook(StrEnum, lambda member: member.value)

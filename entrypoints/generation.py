@@ -32,6 +32,7 @@ from rollgrad.domain.errors import ConfigurationError, DataError, RollgradError,
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.cluster import keep_roles
 from rollgrad.entrypoints.composition.lifetimes import closing, gives_memory_back, shut_down
+from rollgrad.entrypoints.composition.rl.extensions import load_extension
 from rollgrad.entrypoints.description import flat_settings, reward_fingerprint
 from rollgrad.entrypoints.dry_run import scoring_file_problems
 from rollgrad.entrypoints.judged_rows import Made, check_sight, judged_rows
@@ -110,6 +111,7 @@ def generate_chosen(
 ) -> Replies:
     """Does what `generate` does, with `seed` for the sampling alone, and with the rows that `choose` takes of all whose
     prompts are not too long."""
+    load_extension(config)
     config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is
     raise_together(generation_errors(config))
     container = container_with(config, NoReward(), None, adapters, "generate")
@@ -182,6 +184,7 @@ def score(
     source, out = Path(source).absolute(), Path(out).absolute()
     if source == out:
         raise ConfigurationError(f"--output is {str(out)!r}, which is the file that is read: choose another --output.")
+    load_extension(config)
     config = evolve(config, algo=AlgoConfig())  # its teachers give no rewards
     raise_together([*scoring_errors(config, has_reward=reward is not None), *scoring_file_problems(config)])
     keys, models = surveyed(source, config)

@@ -46,6 +46,7 @@ from rollgrad.entrypoints.description import flat_settings, settings_file
 from rollgrad.entrypoints.dry_run import eval_file_problems, generation_file_problems
 from rollgrad.entrypoints.generation import generate_chosen, score
 from rollgrad.entrypoints.inputs import check_inputs
+from rollgrad.entrypoints.kinds import settle
 from rollgrad.entrypoints.library import container_with, evaluate
 from rollgrad.entrypoints.offline import train_dpo, train_sft
 from rollgrad.entrypoints.reporting import report_run
@@ -97,6 +98,7 @@ def loop(run: LoopRun, *, reward: RewardSource | Callable[..., Any] | None = Non
         RollgradError: a setting, a file or a reply is wrong, or the directory holds a loop of other settings. What was
             made until then is kept.
     """
+    settle(run)
     files = sampling_run(run)  # a reward that is not there would be missed after hours of sampling
     wrong_files = [*generation_file_problems(files), *eval_file_problems(files).values()]
     raise_together([*loop_errors(run, has_reward=reward is not None), *wrong_files])

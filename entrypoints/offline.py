@@ -15,7 +15,6 @@ from rollgrad.application.settings.prm import PRMRun, prm_errors
 from rollgrad.application.settings.rm import RMRun, rm_errors
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
-from rollgrad.application.settings.spelling import canonical_choices
 from rollgrad.domain.errors import CheckpointError, RollgradError, raise_together
 from rollgrad.entrypoints.composition.adapters import check_adapters
 from rollgrad.entrypoints.composition.base import BaseContainer
@@ -29,6 +28,7 @@ from rollgrad.entrypoints.composition.offline.rm import rm_container
 from rollgrad.entrypoints.composition.offline.sft import sft_container
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.data_show import show_report
+from rollgrad.entrypoints.kinds import settle
 from rollgrad.entrypoints.run_directory import alone, check_output
 from rollgrad.entrypoints.training import TrainResult, from_anywhere, train_in
 
@@ -144,8 +144,8 @@ def train_kd(config: KDRun, **adapters: Any) -> TrainResult:
 
 @gives_memory_back
 def _check(run: Offline, errors: Callable[[Offline], Sequence[RollgradError]]) -> None:
-    """Replaces other spellings of settings by the canonical ones, in place, and raises what `errors` finds."""
-    canonical_choices(run)
+    """Settles what Python assigned, in place, and raises what `errors` finds."""
+    settle(run)
     raise_together(errors(run))
 
 

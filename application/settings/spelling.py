@@ -69,7 +69,7 @@ def canonical_names(config: RLConfig) -> None:
     Raises:
         ConfigurationError: values are no members of their settings' enums, or names of presets; one sentence for each.
     """
-    problems = [ConfigurationError(problem) for problem in _choices(config, "")]
+    problems = [ConfigurationError(problem) for problem in choice_problems(config)]
     config.algo.advantage.estimator = canonical_estimator(config.algo.advantage.estimator)
     config.algo.kl.estimator = canonical_kl_estimator(config.algo.kl.estimator)
     config.actor.policy_loss_type = canonical_policy_loss(config.actor.policy_loss_type)
@@ -85,22 +85,14 @@ def canonical_names(config: RLConfig) -> None:
     raise_together(problems)
 
 
-def canonical_choices(run: attrs.AttrsInstance) -> None:
-    """Replaces other spellings of the values of enums by the canonical ones, in any run, in place.
-
-    Raises:
-        ConfigurationError: values are no members of their settings' enums; one sentence for each.
-    """
-    raise_together([ConfigurationError(problem) for problem in _choices(run, "")])
-
-
-def _choices(section: Any, prefix: str) -> Iterator[str]:
-    """Replaces spellings; yields a sentence for each value that has none."""
+def choice_problems(section: Any, prefix: str = "") -> Iterator[str]:
+    """Replaces other spellings of the values of enums by the canonical ones, in any run, in place; yields a sentence
+    for each value that is none of them."""
     for field in attrs.fields(type(section)):
         value, name = getattr(section, field.name), f"{prefix}{field.name}"
         kind = choice_kind(field.type)
         if attrs.has(type(value)):
-            yield from _choices(value, f"{name}.")
+            yield from choice_problems(value, f"{name}.")
         elif kind is not None and value is not None and not isinstance(value, kind):
             try:
                 setattr(section, field.name, choice(kind, value))

@@ -4,6 +4,7 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.spelling import canonical_names
 from rollgrad.domain.errors import RollgradError, raise_together
 from rollgrad.entrypoints.config_io import load_extension_file
+from rollgrad.entrypoints.kinds import settle
 
 
 def load_extension(config: RLConfig) -> None:
@@ -11,8 +12,10 @@ def load_extension(config: RLConfig) -> None:
     replaces other spellings in the configuration (`estimator grpo`) by the canonical names, in place.
 
     Raises:
-        ConfigurationError: there is no such file, it cannot be imported, or a value is none of its setting's.
+        ConfigurationError: there is no such file, it cannot be imported, or a value is none of its setting's, or of
+            another type.
     """
+    settle(config)
     raise_together(load_extension_file(config.algo.extension_path))
     canonical_names(config)
 
