@@ -241,3 +241,31 @@ def test_quantities_are_those_of_the_file(page: Page) -> None:
     numpy.testing.assert_allclose(of("share"), strength[sampled])
     assert not numpy.array(found["share"], dtype=float)[~sampled].any()
     assert "".join(tokens["text"]["texts"][index] for index in tokens["text"]["index"]).startswith("user\nUse the tool")
+
+
+def test_a_conversation_begins_with_what_the_model_saw(code: Any) -> None:
+    rendered = "<|user|>\nWhat is 3 x 4?\n<|assistant|>\n"
+    asked = [{"role": "user", "content": "What is 3 x 4?"}]
+    pictured = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}]
+    row = {"prompt": rendered, "messages": asked}
+
+    def of(text: str) -> list[dict[str, Any]]:
+        return [{"kind": 0, "text": text}, {"kind": 1, "text": "12"}]
+
+    with_tools = f"<|system|>\nmultiply(a, b)\n{rendered}"
+    cases = [
+        (row, of(rendered)),
+        ({**row, "prompt": rendered.replace("3 x 4", "***")}, of(rendered.replace("3 x 4", "******"))),
+        (row, of(with_tools)),
+        ({"prompt": rendered, "messages": None}, of(rendered)),
+        ({"prompt": rendered, "messages": pictured}, of(rendered + "<image><image>")),
+        (row, []),  # a failed episode
+    ]
+    assert code("trajectory.js", "openingOf", *cases) == [
+        [["user", "What is 3 x 4?"]],
+        [["user", "What is 3 x 4?"]],
+        [["prompt", with_tools]],
+        [["prompt", rendered]],
+        [["user", json.dumps(pictured[0]["content"], indent=1)]],
+        [["user", "What is 3 x 4?"]],
+    ]

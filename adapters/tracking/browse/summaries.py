@@ -23,7 +23,7 @@ NOTHING = 1e-6
 TEXTS: Mapping[str, str] = {
     "kind": "update or evaluation",
     "datasource": "origin of the prompt",
-    "prompt": "prompt as the model saw it",
+    "prompt": "prompt of the dataset, as the chat template renders it",
     "label": "what the reward compares with",
     "response": "all after the prompt",
     "answer": "what the reply answered, by which evaluations vote",

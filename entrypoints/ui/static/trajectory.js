@@ -106,7 +106,7 @@ function Conversation({ row }) {
   const parts = useMemo(() => (row.tokens ? stretches(row.tokens) : []), [row]);
   const [whole, setWhole] = useState(false);
   const lines = whole ? Infinity : LINES;
-  const asked = (row.messages ?? [{ role: "prompt", content: row.prompt ?? "" }]).map((message) => [message.role ?? "message", contentOf(message)]);
+  const asked = openingOf(row, parts);
   const foldable = [...asked.map(([, text]) => text), row.feedback ?? "", ...parts.filter((part) => part.kind !== SAMPLED && part.kind !== PROMPT).map((part) => part.text)];
   const turn = (part) => (row.turns > 1 ? `turn ${part.turn ?? "–"}, ` : "");
   return html`<div class="conversation">
@@ -119,6 +119,18 @@ function Conversation({ row }) {
     ${!row.tokens && row.response && html`<${Message} role="assistant" text=${row.response} />`}
     ${row.feedback && html`<${Message} role="reward" note="feedback" text=${row.feedback} lines=${lines} />`}
   </div>`;
+}
+
+const bare = (text) => text.replace(/\s+|(\*\*\*)+/g, ""); // a hidden secret is one *** of a text, and one of each token
+
+/** Returns what the first reply answers, as roles with texts: the messages of the row, or, where an environment or an
+ * agent began with others, with a system prompt or with tools, what the model saw. */
+export function openingOf(row, parts) {
+  const saw = parts.find((part) => part.kind === PROMPT)?.text;
+  const pictured = (row.messages ?? []).some(({ content }) => Array.isArray(content) && content.some(({ type }) => type !== "text"));
+  const begunOtherwise = saw && row.prompt && !pictured && bare(saw) !== bare(row.prompt); // a picture is one mark of a prompt, and many tokens
+  const messages = (!begunOtherwise && row.messages) || [{ role: "prompt", content: begunOtherwise ? saw : row.prompt ?? "" }];
+  return messages.map((message) => [message.role ?? "message", contentOf(message)]);
 }
 
 function contentOf(message) {
