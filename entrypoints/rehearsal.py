@@ -103,7 +103,9 @@ class Trial:
         talks = config.agent.tools is not None or config.agent.system_prompt is not None
         if talks and (opening := self._attempt(partial(asyncio.run, self._opening(prompt)))):
             tokens, text = len(opening.token_ids), opening.text
-        self._say(f"A prompt, as the model sees it ({tokens} tokens; label {prompt.label!r}):")
+        own = config.train.agent_func_path or config.agent.command
+        seen = "as the model sees it" if own is None else f"which {own} may begin otherwise, with tools for example"
+        self._say(f"A prompt, {seen} ({tokens} tokens; label {prompt.label!r}):")
         self._say(text)
         if told := prompt.teacher_token_ids:
             self._say(f"What the reference reads in its place ({len(told)} tokens):")

@@ -38,6 +38,20 @@ def test_eval_says_what_it_would_sample(here: Path, capsys: pytest.CaptureFixtur
     assert "The reward of the reply '1' (the label alone) is 0.25." in told
 
 
+def test_a_prompt_that_an_environment_may_begin_otherwise_is_shown_as_one(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "agent.py").write_text(
+        "from rollgrad.application.episodes.tool_environment import ToolEnvironment\n\n\n"
+        "class Environment(ToolEnvironment):\n    def __init__(self):\n        super().__init__([])\n"
+    )
+    agent = ["--train.agent_func_path", "agent.py", "--rollout.max_episode_tokens", "60"]
+    assert main(["eval", "model", *MODEL, *REWARDED, *SHORT, *agent, "--eval.dataset", "rows.jsonl"]) == 0
+    told = capsys.readouterr().out
+    assert "A prompt, which agent.py may begin otherwise, with tools for example (" in told
+    assert "as the model sees it" not in told
+
+
 def test_several_rewards_are_asked_apart_and_together(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = ["--reward.function_path", "reward.py", "--reward.verifier", "last_number", "--data.label_key", "label"]
     weights = ["--reward.weights", "reward", "2", "last_number", "1"]
