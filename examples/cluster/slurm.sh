@@ -17,8 +17,9 @@
 #
 # Five minutes before the time limit, and on `scancel --batch --signal=USR1 JOB`, SLURM tells this script alone, which
 # makes the run save its last finished step and end. Without --signal `scancel` ends Ray at the same moment: then the
-# training states of --ckpt.state_minutes are what is left. Submitted again, the script continues the run. More than
-# one node is of use where docs/cluster.md says so.
+# training states of --ckpt.state_minutes are what is left. Submitted again, the script continues the run. Eight nodes:
+#
+#   sbatch --nodes 8 --exclusive examples/cluster/slurm.sh run.yaml --actor.num_nodes 8
 set -eu
 
 dry=
