@@ -18,6 +18,7 @@ from rollgrad.application.settings.prm import PRMRun
 from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import ConfigurationError, RollgradError
+from rollgrad.entrypoints.composition.adapters import check_writer
 from rollgrad.entrypoints.composition.offline.kd import check_teacher, datasources_of
 from rollgrad.entrypoints.composition.offline.kd_spans import check_spans
 from rollgrad.entrypoints.composition.offline.kto import check_labels, make_labels
@@ -67,6 +68,7 @@ def counts(run: OfflineRun, examples: PreparedExamples) -> str:
 def _try(run: OfflineRun, findings: Findings) -> None:
     """Prepares the data, and runs all checks that need them."""
     findings.attempt(partial(check_packages, run))
+    findings.attempt(partial(check_writer, run))
     findings.attempt(partial(load_on_step, run.train.on_step_path))
     findings.attempt(partial(load_trackers, run.logger.report_to))
     findings.attempt(partial(check_own_optimizers, run))

@@ -25,6 +25,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError
 from rollgrad.domain.ports.chat_codec import RenderedPrompt
 from rollgrad.domain.ports.environment import tool_schema
+from rollgrad.entrypoints.composition.adapters import check_writer
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rl.container import rl_container
@@ -91,7 +92,8 @@ class Trial:
         self.container = rl_container(config)
 
     def tokenizer(self) -> None:
-        """Loads the tokenizer, without which no prompts are made."""
+        """Loads the tokenizer, without which no prompts are made, of a model that writes texts."""
+        self._attempt(lambda: check_writer(self._config))
         if self._attempt(self.container.tokenizer, "actor.model_name_or_path") is None:
             self._broken |= {"data.prompt_dataset", "eval.dataset"}
             if isinstance(self._errors[-1], CheckpointError):

@@ -1,11 +1,24 @@
-"""Checks of the settings of adapters, before models are loaded."""
+"""Checks of models and of adapters, before models are loaded."""
 
 from contextlib import suppress
 from typing import Any
 
+from rollgrad.adapters.models.torch.loading.loading import refuse_classifier
 from rollgrad.adapters.models.torch.planning.shape import model_shape
+from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sections.actor import ALL_LINEAR
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError, raise_together
+
+
+def check_writer(config: Any) -> None:
+    """Checks that the actor of a run of any kind writes texts; that of `train rm` may be a reward model, which learns
+    on.
+
+    Raises:
+        CheckpointError: it judges them.
+    """
+    if config.actor.model_name_or_path and not isinstance(config, RMRun):
+        refuse_classifier(config.actor.model_name_or_path, "--actor.model_name_or_path")
 
 
 def check_adapters(config: Any) -> None:

@@ -294,3 +294,17 @@ def test_models_that_are_computed_padded_are_named(run: Any, tiny_tokenizer: Any
     output = " ".join(run("--actor.model_name_or_path", str(tmp_path / "bloom"), *kl)[1].split())
     assert f"actor: {padded}" in output
     assert f"reference: {padded}" in output
+
+
+@pytest.mark.parametrize("trial", [["--dry_run"], []])
+def test_a_reward_model_writes_no_replies_but_may_learn_on(run: Any, reward_model_dir: Path, trial: list[str]) -> None:
+    model = ["--actor.model_name_or_path", str(reward_model_dir)]
+    status, _, errors, _ = run(*model, *trial)
+    assert status == 2
+    assert len(errors) == 1, errors
+    assert "ForSequenceClassification, which judges texts and writes none" in errors[0]
+    write("pairs.jsonl", [{"prompt": f"{a}+1?", "chosen": str(a + 1), "rejected": str(a)} for a in range(4)])
+    pairs = ["--data.dataset", "pairs.jsonl", "--train.max_steps", "1", "--ckpt.output_dir", "trained", *trial]
+    assert main(["train", "dpo", *model, *pairs]) == 2
+    assert not Path("trained/model").exists()
+    assert main(["train", "rm", *model, *pairs, "--ckpt.overwrite"]) == 0

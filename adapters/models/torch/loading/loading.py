@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,17 +148,30 @@ def _factory(name_or_path: str, flag: str, *, headless: bool, images: bool) -> A
     """
     from transformers import AutoModelForCausalLM
 
+    if not headless:
+        refuse_classifier(name_or_path, flag)
     try:
         settings = load_model_config(name_or_path, flag=flag)
     except CheckpointError:  # adapters have no settings of their own; others are refused when they are loaded
         return AutoModelForCausalLM
-    kinds: list[str] = settings.architectures or []
-    if not headless and any(kind.endswith(CLASSIFIERS) for kind in kinds):
+    return model_factory(settings, images=images)
+
+
+def refuse_classifier(name_or_path: str, flag: str) -> None:
+    """Refuses a model that judges texts in the place of one that writes them, by its config.json alone; what has none
+    passes.
+
+    Raises:
+        CheckpointError: it judges texts.
+    """
+    kinds: list[str] = []
+    with suppress(CheckpointError):
+        kinds = load_model_config(name_or_path, flag=flag).architectures or []
+    if any(kind.endswith(CLASSIFIERS) for kind in kinds):
         raise CheckpointError(
             f"{flag} is {name_or_path!r}, a {kinds[0]}, which judges texts and writes none: name a causal language "
             "model."
         )
-    return model_factory(settings, images=images)
 
 
 def _processor_files(name_or_path: str) -> dict[str, bytes]:
