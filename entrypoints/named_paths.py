@@ -37,7 +37,7 @@ def check_model(key: str, name: str | None) -> None:
             raise CheckpointError(f"{key} is {name!r}, a directory without config.json: {hint}")
         if problem := weights_problem(path):  # before rows are prepared, and processes of a cluster started
             raise CheckpointError(f"{key} is {name!r}, {problem}.")
-    elif path.exists() or _is_path(name):
+    elif path.exists() or _is_path(name) or name.count("/") > 1:  # names of the hub have one
         of_model = path.is_file() and (path.parent / "config.json").is_file()
         hint = f"did you mean --{key} {path.parent}?" if of_model else f"name a model with --{key}."
         raise CheckpointError(f"{key} is {name!r}, which is no directory: {hint}")

@@ -231,6 +231,7 @@ def test_what_is_printed_fits_on_one_screen_and_begins_and_ends_with_the_verdict
         (GSM8K, "--data.chat_template_kwargs enable_thinking false", "does not read"),
         (GSM8K, "--reward.verifier None --reward.function_path broken.py", "raised KeyError"),
         (GSM8K, "--reward.verifier None --reward.function_path short.py", "returned 0 rewards"),
+        (GSM8K, "--reward.verifier None --reward.model_name_or_path runs/rm/model", "runs/rm/model'"),
     ],
 )
 def test_it_refuses_what_the_run_refuses(run: Any, rows: list[dict[str, Any]], flags: str, words: str) -> None:

@@ -356,6 +356,11 @@ def test_a_file_of_a_model_is_taken_for_none(tiny_model_dir: Path) -> None:
         check_model("actor.model", str(tiny_model_dir / "model.safetensors"))
 
 
+def test_a_name_of_several_directories_is_none_of_the_hub() -> None:
+    with pytest.raises(CheckpointError, match=r"actor\.model is 'runs/sft/model', which is no directory: name a model"):
+        check_model("actor.model", "runs/sft/model")
+
+
 def test_samples_that_cannot_be_written_wait_and_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     played = group(Prompt(token_ids=(1,), text="a"))
     write = SampleWriter(tmp_path / "missing" / "samples.jsonl", lambda tokens: "", 1)
