@@ -16,12 +16,12 @@ from attrs import AttrsInstance
 
 from rollgrad.adapters.checkpoints.fingerprint import model_fingerprint
 from rollgrad.adapters.data.datasets.survey import Surveyed
-from rollgrad.adapters.system.python_file import load_python
+from rollgrad.adapters.system.python_file import module_file
 from rollgrad.application.settings.brought import with_brought
 from rollgrad.application.settings.function_path import FunctionPath, is_module_name, several
 from rollgrad.application.settings.rules.resume import CODE, MODELS, TEXTS, changed_code, changes, refusals
 from rollgrad.application.settings.run import RLConfig
-from rollgrad.domain.errors import CheckpointError, raise_together
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, raise_together
 from rollgrad.entrypoints.config_io import setting_names, settings_tree, yaml_text
 from rollgrad.entrypoints.redaction import HIDDEN, is_secret_name, known_secrets, redact
 from rollgrad.entrypoints.run_record import versions
@@ -109,23 +109,38 @@ def check_continues(begun: Mapping[str, Any] | None, now: Description, run: type
 
 
 def _held(name: str, value: str) -> str:
-    """Returns the sha256 of what a setting of files names; what is no file, such as a module, stands for itself."""
+    """Returns the sha256 of what a setting of files names; what is neither file nor module stands for itself."""
     held = hashlib.sha256()
     for part in several(value) if name in CODE else [value]:
         place = FunctionPath.parse(part) if name in CODE else FunctionPath(part)
         try:
-            content = Path(place.file).expanduser().read_bytes()
+            content = (_file(place.file) if name in CODE else Path(place.file).expanduser()).read_bytes()
         except (OSError, ValueError):  # a text may be too long for a name, or have a zero in it
             content = place.file.encode()
         held.update(hashlib.sha256(content).digest() + f"{place.name}".encode())
     return held.hexdigest()
 
 
+def _file(place: str) -> Path:
+    """Returns the file of a user's code, which may be named as a module; no code is run to find it."""
+    found = module_file(place) if is_module_name(place) else None
+    return Path(place).expanduser() if found is None else found
+
+
 def code_fingerprint(path: str, *, flag: str) -> str:
-    """Returns the sha256 of the file of a user's function, which `flag` names and which may be a module's."""
+    """Returns the sha256 of the file of a user's function, which `flag` names and which may be a module's.
+
+    Raises:
+        ConfigurationError: there is no such file or module, or it cannot be read.
+    """
     place = FunctionPath.parse(path).file
-    module = load_python(place, flag=flag) if is_module_name(place) else None
-    return hashlib.sha256(Path(place if module is None else str(module.__file__)).read_bytes()).hexdigest()
+    try:
+        return hashlib.sha256(_file(place).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{flag} is {path!r}, but {error.strerror or error}: name a file (.py), or a module that Python finds from "
+            "here (see PYTHONPATH)."
+        ) from error
 
 
 def reward_fingerprint(paths: str | None) -> str | None:

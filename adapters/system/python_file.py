@@ -8,6 +8,9 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -43,6 +46,28 @@ def load_python(place: str, *, flag: str) -> ModuleType:
                 f"{flag} is {place!r}, but there is no such file and no module of this name{meant}: name a file (.py), "
                 "or a module that Python finds from here (see PYTHONPATH)."
             ) from error
+
+
+def module_file(name: str) -> Path | None:
+    """Returns the file that an import of a module would read, found without running it, nor the packages that it is in;
+    None where there is none, or only such an import finds it (in a namespace package within another)."""
+    _look_in(Path.cwd())
+    spec, parts = None, name.split(".")
+    with suppress(ImportError, KeyError, ValueError):
+        for count in range(1, len(parts) + 1):
+            inside = None if spec is None else spec.submodule_search_locations
+            if count > 1 and inside is None:  # a module, in which nothing else can be
+                return None
+            spec = _found(".".join(parts[:count]), inside)
+        if spec is not None and spec.has_location and spec.origin is not None:
+            return Path(spec.origin)
+    return None
+
+
+def _found(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    """Returns where a module is, as the system's finders say, of which each imports no package for it."""
+    found = (finder.find_spec(name, places) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for spec in found if spec is not None), None)
 
 
 def load_python_file(path: str, *, flag: str) -> ModuleType:

@@ -23,7 +23,7 @@ import structlog
 
 from rollgrad.adapters.system.blocked_loop import frames_in_loop, frames_of, reporting_blocks
 from rollgrad.application.foreign import users_place
-from rollgrad.application.interruption import Interrupted
+from rollgrad.application.interruption import Interrupted, urgent
 
 SAY_SECONDS = 1.0
 """Time in which the event loop has to answer after a signal, before it is said what blocks it."""
@@ -33,7 +33,7 @@ BLOCKED_SECONDS = 5.0
 """Time after which users' code that blocks it is broken off, and again after as long."""
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a run."""
+"""Signals that end a run, whose sender may kill it soon after."""
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that end it, too, unless the program has a handler of its own for them: by default they kill."""
 
@@ -107,11 +107,16 @@ def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], says
     main, over, sending, breaks_off = threading.get_ident(), threading.Event(), threading.Lock(), threading.Event()
     ctrl_c = 0
 
+    def hurry(number: int) -> None:
+        if number in STOPS and not over.is_set():
+            urgent.set()
+
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal ctrl_c
         with suppress(OSError):  # full: it has been told
             told.send(bytes([number]))  # again, should someone have set another file descriptor
         ctrl_c += number == signal.SIGINT
+        hurry(number)
         if breaks_off.is_set():
             breaks_off.clear()
             if users_place(frames_in_loop(frame), innermost=True):
@@ -131,6 +136,7 @@ def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], says
             if not heard:  # users' code has closed what is not its own
                 break
             number = heard[0]
+            hurry(number)
             if number in heeded and not received:
                 received.append(number)
                 with suppress(RuntimeError):  # the loop is closed
@@ -145,6 +151,7 @@ def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], says
     for number in heeded:
         signal.signal(number, handle)
     threading.Thread(target=watch, name="stop-signals", daemon=True).start()
+    urgent.clear()
     heeding.set()
     try:
         yield received
@@ -152,6 +159,7 @@ def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], says
         heeding.clear()
         with sending:
             over.set()
+        urgent.clear()
         for number, handler in heeded.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(descriptor)

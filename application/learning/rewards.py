@@ -24,8 +24,9 @@ class RewardLearner(ExampleLearner[Preference]):
 
     def learn(self, examples: Sequence[Preference]) -> dict[str, float]:
         """Takes one optimizer step, as `ExampleLearner.learn` does; the scores are others then."""
+        metrics = super().learn(examples)
         self._moments = None
-        return super().learn(examples)
+        return metrics
 
     def note(self, mean: float, std: float) -> None:
         """Takes down the mean and the standard deviation of the present model's scores; replies that all have one score

@@ -9,6 +9,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from rollgrad.application.interruption import close_to_stops
 from rollgrad.application.learning.microbatch import split
 from rollgrad.domain.algorithms.losses.aggregation import loss_weights
 from rollgrad.domain.algorithms.losses.objectives import REFERENCE_KL
@@ -214,13 +215,13 @@ class UpdateService:
             metrics: dict[str, float] = {}
             if train_policy:
                 metrics |= self._update_policy(step_batch, listening, len(learned) / batch.unit_count)
-                self.under_way = True
+                self._begun()
             if self._critic is not None and value_objective is not None:
                 parts = split(
                     step_batch.for_other_models(), self._max_tokens, self._shares, padded=self._critic.padded()
                 )
                 metrics |= {f"critic/{k}": v for k, v in self._critic.update(parts, value_objective).items()}
-                self.under_way = True
+                self._begun()
             steps.append(metrics)
         self.under_way = False
         combined = over_steps(steps)
@@ -235,6 +236,11 @@ class UpdateService:
             entropies_N=entropies_N,
             clipped_N=clipped_N,
         )
+
+    def _begun(self) -> None:
+        """Notes that a model has changed: the update is finished from now on, also when the run is interrupted."""
+        self.under_way = True
+        close_to_stops()
 
     def save(self, checkpoints: CheckpointStore, name: str) -> None:
         """Writes the models under `name`."""

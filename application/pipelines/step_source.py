@@ -8,9 +8,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import structlog
 from attrs import frozen
 
+from rollgrad.application.interruption import BrokenOffError, Stop, urgent
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore
 
 log = structlog.get_logger(__name__)
+
+PATIENCE_SECONDS = 10.0
+"""Time that an update has to finish after a signal, before it is broken off: schedulers kill after 30 s, of which the
+rest is for saving."""
 
 Result = TypeVar("Result")
 SampleCo = TypeVar("SampleCo", covariant=True)
@@ -42,6 +47,7 @@ class StepSource(Protocol[SampleCo]):
     * **Interruption.** The run's task is cancelled at any await of `step`. Before the update that means: give back what
       was taken, so that `state_dict` is that of the last finished step, and let the `CancelledError` through. An update
       that has begun is finished (`uninterrupted` waits for one in a thread), and `ended_by` has the `CancelledError`.
+      One that takes too long may break off before its first optimizer step (`heed_stop`): it has then not begun.
     * **Failure.** A `step` that raises has changed nothing, except where it took some of an update's optimizer steps:
       `TrainedModels.under_way` is then true, and the training state saved before stays the newest.
     """
@@ -99,20 +105,34 @@ class Evaluation(Protocol):
 
 
 async def uninterrupted(work: Coroutine[Any, Any, Result]) -> tuple[Result, bool]:
-    """Returns the result of `work`, and whether the caller was cancelled meanwhile, to which it must react
-    afterwards."""
-    task = asyncio.ensure_future(work)
+    """Returns the result of `work`, and whether the caller was cancelled meanwhile, to which it must react afterwards.
+
+    Where the cancellation is `urgent`, an update that is not finished `PATIENCE_SECONDS` later, and has not changed a
+    model, breaks off.
+
+    Raises:
+        asyncio.CancelledError: it did.
+    """
+    stop = Stop()
+    task = stop.begin(work)
     cancelled = False
     while not task.done():
         try:
-            await asyncio.wait([task])  # unlike awaiting the task, this never cancels it
+            await asyncio.wait([task], timeout=PATIENCE_SECONDS if cancelled else None)  # which never cancels it
         except asyncio.CancelledError:
             cancelled = True
             log.info(
-                "interrupted: what has begun is finished first; who kills the run sooner loses all since its newest "
-                "training state"
+                "interrupted: what has begun is finished first"
+                + (f", or broken off in {PATIENCE_SECONDS:g} s if it has changed no model by then" * urgent.is_set())
+                + "; who kills the run sooner loses all since its newest training state"
             )
-    return task.result(), cancelled
+            continue
+        stop.asked = cancelled and urgent.is_set()
+    try:
+        return task.result(), cancelled
+    except BrokenOffError as error:
+        log.info("interrupted: the update took too long, and is broken off before its first optimizer step")
+        raise asyncio.CancelledError from error
 
 
 async def finished(work: Coroutine[Any, Any, Result]) -> Result:

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from attrs import define
 
+from rollgrad.application.interruption import urgent
 from rollgrad.application.learning.examples import ExampleLearner
+from rollgrad.application.pipelines import step_source
 from rollgrad.application.pipelines.epochs import Epochs
 from rollgrad.application.pipelines.step_source import StepReport, StepSource, TrainedModels
 from rollgrad.domain.algorithms.losses.preference import PreferenceObjective
@@ -27,20 +30,27 @@ from rollgrad.testing.models import VOCABULARY, FakePolicy
 from tests.fakes.pipeline import GROUPS, make_run
 
 STEPS = 4
+DEADLINE_SECONDS = 60.0
 RUNS_OWN = {"step", "update", "before", "groups", "evaluated"}
 """Keys of a training state that no source may use."""
 
 
 class Policy(FakePolicy):
-    """Refuses the update `fails`, counted from 0."""
+    """Refuses the update `fails`, counted from 0; before the update `waits` it says that it has begun, and goes on when
+    it may."""
 
     def __init__(self) -> None:
         super().__init__(torch.linspace(-0.5, 0.5, VOCABULARY))
         self.fails: int | None = None
+        self.waits: int | None = None
+        self.begun, self.may = threading.Event(), threading.Event()
 
     def update(self, micro_batches: Sequence[Batch], objective: PolicyObjective[Batch]) -> dict[str, float]:
         if len(self.updates) == self.fails:
             raise NonFiniteUpdateError("The loss is nan.")
+        if len(self.updates) == self.waits:
+            self.begun.set()
+            assert self.may.wait(DEADLINE_SECONDS)
         return super().update(micro_batches, objective)
 
 
@@ -158,5 +168,37 @@ async def test_an_interruption_is_between_two_steps(make: Callable[[], Subject],
         return 2
 
     done = await interrupted()
+    assert not subject.models.under_way
+    assert await steps(continued(make, subject.saved()), done, STEPS - done) == wanted[done:]
+
+
+@pytest.mark.parametrize("hurry", [True, False], ids=["urgent", "in time"])
+async def test_a_long_update_is_broken_off_before_its_optimizer_step(
+    make: Callable[[], Subject], monkeypatch: pytest.MonkeyPatch, hurry: bool
+) -> None:
+    """Where somebody may kill the run soon; else it is finished and counts. Nothing that was learned is lost."""
+    monkeypatch.setattr(step_source, "PATIENCE_SECONDS", 0.01)
+    wanted = await steps(make(), 0, STEPS)
+    subject = make()
+    subject.policy.waits = 1
+    await subject.source.start(0)
+    await subject.source.step(0)
+    task = asyncio.create_task(subject.source.step(1))
+    await asyncio.to_thread(subject.policy.begun.wait, DEADLINE_SECONDS)
+    done = 1
+    try:
+        if hurry:
+            urgent.set()
+        task.cancel()
+        await asyncio.sleep(0.1)  # ten times the patience
+        subject.policy.may.set()
+        assert learned(await task) == wanted[1]
+        done = 2
+    except asyncio.CancelledError:
+        pass
+    finally:
+        urgent.clear()
+        await subject.source.stop()
+    assert done == (1 if hurry else 2)
     assert not subject.models.under_way
     assert await steps(continued(make, subject.saved()), done, STEPS - done) == wanted[done:]

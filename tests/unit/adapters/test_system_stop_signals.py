@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from structlog.testing import capture_logs
 from rollgrad.adapters.system import stop_signals
 from rollgrad.adapters.system.stop_signals import deaf, heeding_signals
 from rollgrad.application.foreign import foreign_code
+from rollgrad.application.interruption import urgent
 from rollgrad.domain.errors import ForeignError
 
 LONG = 60.0
@@ -145,3 +147,32 @@ def test_a_program_s_own_handler_of_a_warning_stays(logs: list[Any]) -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert heard == [signal.SIGUSR1, signal.SIGUSR1]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kills_soon"),
+    [
+        ((signal.SIGINT,), True),
+        ((signal.SIGTERM,), True),
+        ((signal.SIGUSR1,), False),
+        ((signal.SIGUSR1, signal.SIGTERM), True),
+    ],
+)
+def test_an_update_may_take_its_time_until_a_signal_after_which_the_run_may_be_killed(
+    logs: list[Any], numbers: tuple[int, ...], kills_soon: bool
+) -> None:
+    found = []
+
+    async def work() -> None:
+        assert not urgent.is_set()
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(LONG if number == numbers[0] else 0.2)
+        found.append(urgent.is_set())
+        raise asyncio.CancelledError
+
+    with pytest.raises((asyncio.CancelledError, KeyboardInterrupt)):
+        asyncio.run(heeding_signals(work()))
+    assert found == [kills_soon]
+    assert not urgent.is_set(), "of the next run"

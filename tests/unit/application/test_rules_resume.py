@@ -1,6 +1,7 @@
 """A run's description may change in part when it continues: each setting is either listed or refused by name."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,29 @@ def test_what_files_hold_is_read_wherever_they_are(tmp_path: Path) -> None:
     assert held(data__chat_template=inline) == held(data__chat_template=file) != held(data__chat_template="{{ m }}")
     assert held(data__chat_template="{{ messages }}" * 999).keys() == {"data.chat_template"}
     assert held() == {}
+
+
+def test_a_module_goes_by_what_it_holds_and_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_lib_of_rewards").mkdir()
+    (tmp_path / "my_lib_of_rewards" / "__init__.py").write_text("raise AssertionError('the package is run')")
+    code = tmp_path / "my_lib_of_rewards" / "brief.py"
+
+    def held(place: str, text: str) -> str:
+        code.write_text(f"raise AssertionError('the module is run')  # {text}")
+        config = RLConfig()
+        config.reward.function_path = place
+        fingerprint: str = describe_run(config, None)["files"]["reward.function_path"]
+        assert not any(name.startswith("my_lib_of_rewards") for name in sys.modules)
+        return fingerprint
+
+    for place in ("my_lib_of_rewards.brief", "my_lib_of_rewards.brief:f"):
+        known = held(place, "one")
+        assert held(place, "one") == known != held(place, "other")
+    assert held("my_lib_of_rewards.brief", "one") == held("my_lib_of_rewards/brief.py", "one")
+    for absent in ("my_lib_of_rewards.absent", "my_lib_of_rewards.brief.inner", "absent_library.rewards"):
+        assert held(absent, "one") == held(absent, "other"), "what is not there goes by its name"
 
 
 def test_settings_that_were_not_there_yet_had_their_defaults() -> None:

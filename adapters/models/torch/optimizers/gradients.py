@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rollgrad.adapters.models.torch.optimizers.trained_module import TrainedModule
 from rollgrad.application.foreign import error_place, error_text
+from rollgrad.application.interruption import BrokenOffError
 from rollgrad.domain.batches.metrics import Total, joined
 from rollgrad.domain.batches.packed import Batch
 from rollgrad.domain.errors import ForeignError, NonFiniteUpdateError, RollgradError
@@ -101,4 +102,9 @@ def optimizer_step(
     trained: TrainedModule,
 ) -> dict[str, float]:
     """Accumulates the micro-batches' gradients and steps once."""
-    return accumulate_gradients(micro_batches, scored, objective, trained) | trained.step()
+    try:
+        metrics = accumulate_gradients(micro_batches, scored, objective, trained)
+    except BrokenOffError:  # saving may need the memory of the gradients
+        trained.clear()
+        raise
+    return metrics | trained.step()
