@@ -21,6 +21,7 @@ from rollgrad.adapters.checkpoints.lock import keep_locked, locked
 from rollgrad.adapters.checkpoints.names import METRICS_FILE
 from rollgrad.adapters.data.datasets.prompt_builder import with_suffix
 from rollgrad.adapters.data.replies import Row, read_rows, rows_text
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.loop import (
     IMAGES,
@@ -372,4 +373,4 @@ def _replace(path: Path, text: str) -> None:
     except CheckpointError:  # an OSError too
         raise
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): make room there.") from error
+        raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): {remedy(error)}.") from error

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from rollgrad.adapters.checkpoints.files import replace_file
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.application.settings.dpo import DPORun, dpo_errors
 from rollgrad.application.settings.kd import KDRun, kd_errors
 from rollgrad.application.settings.kto import KTORun, kto_errors
@@ -185,7 +186,7 @@ def _report_data(config: OfflineRun, container: Any) -> None:
     try:
         replace_file(path, (text + "\n").encode(errors="replace"))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): make room there.") from error
+        raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): {remedy(error)}.") from error
     if config.logger.console:
         for name, report in reports.items():
             show_report(name, report)

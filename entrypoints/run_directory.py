@@ -26,6 +26,7 @@ from rollgrad.adapters.checkpoints.names import (
     state_paths,
 )
 from rollgrad.adapters.checkpoints.states import load_description
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.adapters.tracking.browse.notes import NOTES_FILE
 from rollgrad.adapters.tracking.browse.rescored import RESCORED
 from rollgrad.adapters.tracking.trajectory_files import PREFIXES, step_of, trajectory_files
@@ -278,8 +279,8 @@ def _changing(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or directory} cannot be changed ({error.strerror or error}): make room there and let it "
-            "be written, or choose another --ckpt.output_dir."
+            f"{error.filename or directory} cannot be changed ({error.strerror or error}): "
+            f"{remedy(error)}, or choose another --ckpt.output_dir."
         ) from error
 
 

@@ -38,6 +38,7 @@ from rollgrad.adapters.checkpoints.names import (
     numbered,
 )
 from rollgrad.adapters.checkpoints.states import load_state, save_state, state_bytes
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.application.pipelines.run import BEST_MODEL, FINAL_MODEL
 from rollgrad.domain.errors import CheckpointError, RollgradError
@@ -117,7 +118,7 @@ class LocalCheckpointStore(CheckpointStore):
                 str(error)
                 if isinstance(error, CheckpointError)
                 else f"The model {name!r} cannot be written to {self._root} ({error.strerror or error}): "
-                "make room there and let it be written, or choose another --ckpt.output_dir."
+                f"{remedy(error)}, or choose another --ckpt.output_dir."
             )
             if name == FINAL_MODEL and (place := _rescued(fill)) is not None:
                 message += f" What was trained is in {place}: move it from there."
@@ -168,8 +169,8 @@ class LocalCheckpointStore(CheckpointStore):
             raise
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
-                f"The training state cannot be written to {self._states} ({error}): make room there and let it be "
-                "written, choose another --ckpt.state_dir, or save none (--ckpt.state_minutes None)."
+                f"The training state cannot be written to {self._states} ({error}): {remedy(error)}, "
+                "choose another --ckpt.state_dir, or save none (--ckpt.state_minutes None)."
             ) from error
 
     def load_training(self) -> TrainingState | None:

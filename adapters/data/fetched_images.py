@@ -22,6 +22,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from rollgrad.adapters.chat.image_files import MOST_BYTES, image_bytes
 from rollgrad.adapters.chat.pictures import has_images, image_sources, with_sources
 from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.errors import CheckpointError, ImageError
 
@@ -89,7 +90,7 @@ class FetchedImages:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, content)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): make room there.") from error
+            raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): {remedy(error)}.") from error
         return path
 
     def ahead(self, sources: Iterable[Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollgrad.adapters.chat.pictures import image_sources
 from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.domain.episodes.images import TYPES
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError
@@ -44,6 +45,6 @@ class KeptImages:
                 replace_file(path, data)
             except OSError as error:
                 raise CheckpointError(
-                    f"{path} cannot be written ({error.strerror or error}): make room there, and start again."
+                    f"{path} cannot be written ({error.strerror or error}): {remedy(error)}, and start again."
                 ) from error
         return str(path)

@@ -19,6 +19,7 @@ import structlog
 from rollgrad.adapters.checkpoints.files import flush, replace_file, replace_lines
 from rollgrad.adapters.checkpoints.lock import locked
 from rollgrad.adapters.data.replies import Key, Row, has_failed, key_of, line_of, parsed, shown
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.domain.errors import CheckpointError, DataError
 
 log = structlog.get_logger(__name__)
@@ -95,7 +96,7 @@ class RowLog:
             with suppress(OSError):  # the next start removes an incomplete line, too
                 self._file.truncate(self._size)
             raise CheckpointError(
-                f"{self._path} cannot be written ({error.strerror or error}): make room there, and start again."
+                f"{self._path} cannot be written ({error.strerror or error}): {remedy(error)}, and start again."
             ) from error
         self._size += len(text)
         self._written_at = time.monotonic()

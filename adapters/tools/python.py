@@ -13,6 +13,7 @@ import structlog
 
 from rollgrad.adapters.sandbox import code_run, kept_files, syscalls
 from rollgrad.adapters.system.slots import Slots
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.adapters.tools.text_argument import read_text, text_schema
 from rollgrad.application.settings.sections.agent import PythonIsolation
 from rollgrad.domain.episodes.messages import ToolResult
@@ -242,8 +243,8 @@ class _Workspace:
             await asyncio.to_thread(write)
         except OSError as error:  # the model has no part in it, and counted on the files
             raise EngineError(
-                f"The python tool keeps an episode's files in {tempfile.gettempdir()}, which failed ({error}): make "
-                "room there, or set TMPDIR to a folder that has some."
+                f"The python tool keeps an episode's files in {tempfile.gettempdir()}, which failed ({error}): "
+                f"{remedy(error)}, or set TMPDIR to a folder that has some."
             ) from error
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.domain.errors import CheckpointError
 
 STATE, SAMPLER = "weights", "sampler_weights"
@@ -74,7 +75,7 @@ class Shelf:
             part.rename(place)
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
-            raise CheckpointError(f"The checkpoint cannot be written to {place} ({error}): make room there.") from error
+            raise CheckpointError(f"The checkpoint cannot be written to {place} ({error}): {remedy(error)}.") from error
         return f"tinker://{run}/{kind}/{name}"
 
     def snapshot(self, sampler: str, write: Callable[[Path], None]) -> Path:
@@ -89,8 +90,8 @@ class Shelf:
             write(place)
         except OSError as error:
             raise CheckpointError(
-                f"The weights of the sampler cannot be written to {place} ({error}): make room there, or start the "
-                "server with TMPDIR in a directory that has some."
+                f"The weights of the sampler cannot be written to {place} ({error}): {remedy(error)}, or start "
+                "the server with TMPDIR in a directory that has some."
             ) from error
         return place
 
@@ -129,7 +130,9 @@ class Shelf:
             place.mkdir(parents=True, exist_ok=True)
             self._describe(place, description)
         except OSError as error:
-            raise CheckpointError(f"The training run cannot be written to {place} ({error}).") from error
+            raise CheckpointError(
+                f"The training run cannot be written to {place} ({error}): {remedy(error)}."
+            ) from error
 
     def run(self, run: str) -> Description:
         """Returns a training run's description.

@@ -13,6 +13,7 @@ from typing import Any
 
 from attrs import asdict, evolve, frozen
 
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.domain.errors import CheckpointError, DataError
 
 NOTES_FILE = "notes.jsonl"
@@ -99,5 +100,5 @@ def write_note(run: Path, key: str, change: Mapping[str, Any]) -> Note:
             # A line that a crash cut off must not swallow this one.
             file.write(line if content[-1:] in (b"", b"\n") else b"\n" + line)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): let it be written.") from error
+        raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): {remedy(error)}.") from error
     return note

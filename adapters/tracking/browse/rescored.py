@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollgrad.adapters.checkpoints.files import replace_file
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.domain.errors import CheckpointError, DataError
 
 RESCORED = "rescored"
@@ -61,7 +62,7 @@ def write_rescored(run: Path, name: str, content: Mapping[str, Any]) -> Path:
         path.parent.mkdir(exist_ok=True)
         replace_file(path, json.dumps(content).encode())
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): make room there.") from error
+        raise CheckpointError(f"{path} cannot be written ({error.strerror or error}): {remedy(error)}.") from error
     return path
 
 

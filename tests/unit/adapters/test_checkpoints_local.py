@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -80,6 +81,22 @@ def test_a_write_that_breaks_off_leaves_the_older_model(error: BaseException, tm
     assert visible(tmp_path) == ["model"]
     save(LocalCheckpointStore(tmp_path), Policy("c", tmp_path / "model"))
     assert [path.read_text() for path in (tmp_path / "model").iterdir()] == ["c", "c"]
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "make room there, or choose another --ckpt.output_dir"),
+        (errno.EDQUOT, "your quota there is used up"),
+        (errno.EROFS, "it is mounted for reading only"),
+        (errno.EIO, "the disk, or the way to it, fails"),
+        (errno.EACCES, "let it be written, or choose another"),
+        (errno.ENAMETOOLONG, "make room there and let it be written"),
+    ],
+)
+def test_what_lets_a_model_be_written_depends_on_what_the_system_says(number: int, says: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(f"({os.strerror(number)}): {says}")):
+        save(LocalCheckpointStore(tmp_path), Policy("a", tmp_path / "model", OSError(number, os.strerror(number))))
 
 
 def test_a_save_that_takes_long_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

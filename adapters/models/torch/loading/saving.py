@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.application.foreign import first_line
 from rollgrad.domain.errors import CheckpointError
 
@@ -105,8 +106,7 @@ def writing(path: Path, *, flag: str = "--ckpt.output_dir") -> Iterator[None]:
         raise
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk by an error of its own
         raise CheckpointError(
-            f"The model cannot be written to {path} ({first_line(error)}): make room there and let it be written, or "
-            f"choose another {flag}."
+            f"The model cannot be written to {path} ({first_line(error)}): {remedy(error)}, or choose another {flag}."
         ) from error
 
 

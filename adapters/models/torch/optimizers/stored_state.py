@@ -16,6 +16,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import STORED_IN
 
@@ -87,7 +88,7 @@ def write_state(state: Mapping[str, Any], file: Path, rows: Mapping[str, tuple[i
         save_file(tensors, file, metadata={"state": json.dumps(numbers), "rows": json.dumps(rows or {})})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"The training state cannot be written to {file.parent} ({error}): make room there and let it be written, "
+            f"The training state cannot be written to {file.parent} ({error}): {remedy(error)}, "
             "choose another --ckpt.state_dir, or save none (--ckpt.state_minutes None)."
         ) from error
 
