@@ -21,7 +21,7 @@ from rollgrad.application.pipelines.schedule import RunOutcome, Schedule
 from rollgrad.application.pipelines.state_writing import StateWriter
 from rollgrad.application.pipelines.step_callback import Ask, RunAccess, StepCallback
 from rollgrad.application.pipelines.step_source import Evaluation, StepReport, StepSource, TrainedModels, finished
-from rollgrad.domain.control.best_model import BestModel
+from rollgrad.domain.control.best_model import BestModel, measured_alike
 from rollgrad.domain.control.findings import Finding, LearningWatch
 from rollgrad.domain.control.rule import LearningSettings
 from rollgrad.domain.errors import (
@@ -377,8 +377,8 @@ class Run(Generic[Sample]):
             CheckpointError: the state is of a run with other settings.
         """
         try:
-            run = state["run"]
-            alike = state.get("measured", self._schedule.measured) == self._schedule.measured  # or not known
+            run, measured = state["run"], self._schedule.measured
+            alike = measured_alike(state.get("measured", measured), measured)  # or not known
             self._done, self._before = int(run["step"]), dict(state["before"]) if alike else {}
             since = int(state.get("evaluations_since", 0)) if alike else self._done + 1
             self._watch = LearningWatch(evolve(self._watch.run, evaluations_since=since))

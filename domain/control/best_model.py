@@ -13,6 +13,26 @@ LOWER_IS_BETTER = ("loss", "nll", "divergence", "kl", "failed", "truncated_share
 """Ends of the names of metrics whose lowest value is the best; of all others it is the highest."""
 
 
+DATASET, ROWS = "dataset", "rows"
+"""Names, in what is measured, of where the rows of evaluations are, and of the hash of all of them."""
+
+
+def measured_alike(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Returns whether evaluations by two settings can be compared. Rows go by what they hold, wherever they are; where
+    that is not known of both, by their place.
+
+    >>> measured_alike({"dataset": "a", "rows": "1"}, {"dataset": "b", "rows": "1"})
+    True
+    >>> measured_alike({"dataset": "a", "rows": "1"}, {"dataset": "a", "rows": "2"})
+    False
+    >>> measured_alike({"dataset": "a"}, {"dataset": "a", "rows": "2"})
+    True
+    """
+    ignored = DATASET if ROWS in before and ROWS in now else ROWS
+    first, second = ({name: value for name, value in each.items() if name != ignored} for each in (before, now))
+    return first == second
+
+
 class Best(StrEnum):
     """Value of a metric that is the best."""
 
@@ -65,7 +85,7 @@ class BestModel:
         """Returns the best one that a run had before (`state_dict`). By another metric, or the same one where another
         value was the best or another evaluation gave it, it is `left`."""
         alike = state.get("metric") == self.metric and state.get("sought", self.sought) == self.sought
-        alike = alike and state.get("measured", self.measured) == self.measured  # earlier states do not say
+        alike = alike and measured_alike(state.get("measured", self.measured), self.measured)  # earlier do not say
         if self.metric is None or not alike:
             return evolve(self, left=state if state.get("value") is not None else {})
         waited, metrics = int(state.get("waited", 0)), dict(state.get("metrics", {}))  # earlier states have none

@@ -16,12 +16,16 @@ from typing import Any
 
 from attrs import asdict
 
+from rollgrad.adapters.data.datasets.survey import rows_fingerprint
+from rollgrad.adapters.data.examples.prepared import PreparedExamples
 from rollgrad.adapters.models.torch.loading.loading import load_vocabulary_size
 from rollgrad.adapters.models.torch.optimizers.optimizer import MasterOptimizer
 from rollgrad.adapters.models.torch.references import AdapterlessReference, TorchReference
 from rollgrad.adapters.system.clock import SystemClock
 from rollgrad.adapters.system.usage import MemoryUsage
 from rollgrad.application.pipelines.schedule import Schedule
+from rollgrad.domain.control.best_model import ROWS
+from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.entrypoints.composition.chat import make_codec, make_image_renderer, make_tokenizer
 from rollgrad.entrypoints.composition.cluster import Cluster, Role
 from rollgrad.entrypoints.composition.injection import containers, providers
@@ -50,10 +54,14 @@ def trainer_kind(config: Any) -> str:
     return "cluster" if config.cluster.enable else "process"
 
 
-def make_schedule(config: Any, steps: int, *first: object) -> Schedule:
+def make_schedule(config: Any, steps: int, held_out: object, *first: object) -> Schedule:
     """Returns the schedule of a run of so many steps. What comes `first` is made by then, though not read: wrong data
-    are refused before a model is loaded."""
-    ckpt = config.ckpt
+    are refused before a model is loaded. So is what is `held_out`, whose rows are a part of what is measured."""
+    ckpt, measured = config.ckpt, {name: value for name, value in asdict(config.eval).items() if name != "steps"}
+    if isinstance(held_out, list) and held_out and isinstance(held_out[0], Prompt):
+        measured[ROWS] = rows_fingerprint(held_out, named=False)
+    elif isinstance(held_out, PreparedExamples):
+        measured[ROWS] = held_out.origin
     return Schedule(
         steps=steps,
         eval_steps=config.eval.steps,
@@ -63,7 +71,7 @@ def make_schedule(config: Any, steps: int, *first: object) -> Schedule:
         state_in_background=ckpt.async_save,
         best_metric=ckpt.best_metric,
         best_value=ckpt.best_value,
-        measured={name: value for name, value in asdict(config.eval).items() if name != "steps"},
+        measured=measured,
         patience=ckpt.early_stopping_patience,
     )
 

@@ -355,6 +355,24 @@ def test_a_run_that_was_over_repeats_nothing(workspace: Path) -> None:
     assert Path("out/metrics.jsonl").read_text() == first
 
 
+def test_the_best_model_is_compared_on_where_held_out_rows_moved_but_not_where_they_changed(workspace: Path) -> None:
+    best = ("--ckpt.best_metric", "eval/response_length_mean", "--eval.max_samples", "2", "--ckpt.state_steps", "1")
+
+    def left() -> list[str]:
+        return sorted(path.name for path in Path("out").glob("best_*") if path.is_dir())
+
+    shutil.copy("prompts.jsonl", "held_out.jsonl")
+    assert train(*best, "--eval.dataset", "held_out.jsonl", "--eval.steps", "1", "--train.max_steps", "1") == 0
+    Path("held_out.jsonl").rename("moved.jsonl")
+    moved = (*best, "--eval.dataset", "moved.jsonl", "--eval.steps", "1", "--ckpt.resume")
+    assert train(*moved, "--train.max_steps", "2") == 0
+    assert left() == []
+    rows = Path("moved.jsonl").read_text().splitlines()
+    Path("moved.jsonl").write_text("\n".join(reversed(rows)))
+    assert train(*moved, "--train.max_steps", "3") == 0
+    assert left() in (["best_1"], ["best_2"]), "whichever was the best one"
+
+
 WANDERING = """
 import os
 os.chdir("/tmp")

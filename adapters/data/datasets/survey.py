@@ -199,11 +199,13 @@ def repeated(prompts: Sequence[Prompt], *, whole: bool = False) -> int:
     return len(plain) - len({hash(_task(prompt.metadata) if whole else prompt.text) for prompt in plain})
 
 
-def rows_fingerprint(prompts: Iterable[Prompt]) -> str:
-    """Returns the sha256 of the rows that prompts are made of, in their order, and of the datasets they are from."""
+def rows_fingerprint(prompts: Iterable[Prompt], *, named: bool = True) -> str:
+    """Returns the sha256 of the rows that prompts are made of, in their order, and if `named` of the datasets they are
+    from, whose names may be those of files."""
     content = hashlib.sha256()
     for prompt in prompts:
-        content.update(_stable_text({"datasource": prompt.datasource, **prompt.metadata}).encode(errors="replace"))
+        row = {"datasource": prompt.datasource, **prompt.metadata}
+        content.update((_stable_text(row) if named else _task(row)).encode(errors="replace"))
     return content.hexdigest()
 
 

@@ -260,7 +260,7 @@ class RLContainer(RewardContainer):
         curriculum=providers.Callable(make_curriculum, base.config),
     )
     sample_log = providers.Resource(closed_at_end, make_sample_log, base.config, base.codec, base.sink)
-    schedule = providers.Callable(make_schedule, base.config, rollouts)
+    schedule = providers.Callable(make_schedule, base.config, rollouts, eval_prompts)
     tells_teacher = providers.Singleton(make_tells_teacher, base.config, base.codec, judged)
     learner = providers.Singleton(
         RLLearner,

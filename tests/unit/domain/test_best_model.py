@@ -58,6 +58,10 @@ def test_values_of_other_evaluations_are_not_compared_and_the_best_one_is_left()
     other = BestModel("eval/pass@1", measured=hard).continued(state)
     assert (other.value, other.waited, other.left) == (None, 0, state)
     assert other.after(20, {"eval/pass@1": 0.1}).step == 20
+    moved, others = ({"dataset": "moved.jsonl", "rows": rows} for rows in ("1", "2"))
+    known = BestModel("eval/pass@1", measured={**easy, "rows": "1"}).after(10, {"eval/pass@1": 0.9}).state_dict()
+    assert BestModel("eval/pass@1", measured=moved).continued(known).step == 10
+    assert BestModel("eval/pass@1", measured=others).continued(known).left == known
     del state["measured"]  # a state of an earlier version
     assert BestModel("eval/pass@1", measured=hard).continued(state).step == 10
     empty = BestModel("eval/pass@1", measured=easy).state_dict()
