@@ -52,9 +52,16 @@ class _Server:
         """
         import httpx2
 
+        from rollgrad.adapters.system.bounded_answer import UNCOMPRESSED, bound
+
         if self._client is None:
             # asyncio.timeout is the deadline; a timeout of the client could only end the call earlier.
-            self._client = httpx2.AsyncClient(timeout=None, verify=trusted_certificates())
+            self._client = httpx2.AsyncClient(
+                timeout=None,
+                verify=trusted_certificates(),
+                headers=UNCOMPRESSED,
+                event_hooks={"response": [bound]},
+            )
         try:
             async with self._turn, asyncio.timeout(self._timeout):
                 with foreign_code(lambda words: ConnectionError(self._silent(path, words))):

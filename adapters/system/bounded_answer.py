@@ -14,15 +14,27 @@ UNCOMPRESSED = {"Accept-Encoding": "identity"}
 """Headers of a request whose answer is to be bounded: a compressed one may grow a thousandfold."""
 
 
-async def bound(response: httpx2.Response) -> None:
-    """Has the reading of an answer raise `httpx2.StreamError` after `ANSWER_BYTES`, unless it is a stream of events,
-    and at once if it is compressed. A hook of clients, which see an answer before its body is read."""
+def bound_to(response: httpx2.Response, most: int | None) -> None:
+    """Has the reading of an answer, whose body is not read yet, raise `httpx2.StreamError` after `most` bytes (None for
+    no bound), and at once if it is compressed."""
     stream = cast(httpx2.AsyncByteStream, response.stream)
     encoding = response.headers.pop("content-encoding", "identity")
     if encoding != "identity":
         response.stream = _Bounded(stream, 0, f"it is compressed ({encoding}), which was not asked for")
-    elif not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
-        response.stream = _Bounded(stream, ANSWER_BYTES, f"it has more than {ANSWER_BYTES:,} bytes")
+    elif most is not None:
+        response.stream = _Bounded(stream, most, f"it has more than {most:,} bytes")
+
+
+async def bound(response: httpx2.Response) -> None:
+    """Bounds an answer, whatever it says that it is, to `ANSWER_BYTES`. A hook of clients, which see an answer before
+    its body is read."""
+    bound_to(response, ANSWER_BYTES)
+
+
+async def bound_but_events(response: httpx2.Response) -> None:
+    """Bounds an answer as `bound` does, unless it is a stream of events, each of which the client bounds."""
+    events = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+    bound_to(response, None if events else ANSWER_BYTES)
 
 
 class _Bounded(httpx2.AsyncByteStream):

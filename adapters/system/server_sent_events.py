@@ -4,6 +4,9 @@ A line ends with a line feed, perhaps after a carriage return. HTTP clients end 
 too (U+2028, U+0085), which JSON may hold as they are: an event with one of them would be cut in two.
 """
 
+EVENT_BYTES = 16 * 2**20
+"""Largest event: a reply of a hundred thousand tokens with their log-probs in one piece."""
+
 
 class ServerSentEvents:
     """Reads the data of events, each of which has one line of them, from bytes of UTF-8."""
@@ -14,6 +17,9 @@ class ServerSentEvents:
     def feed(self, part: bytes) -> list[str]:
         """Returns the data that the next bytes complete. Comments, which keep a connection alive, are left out.
 
+        Raises:
+            ValueError: an event has more than `EVENT_BYTES`.
+
         >>> events = ServerSentEvents()
         >>> events.feed(b": wait" + bytes([10]) + b"data: 1" + bytes([13, 10]) + b"da")
         ['1']
@@ -21,4 +27,6 @@ class ServerSentEvents:
         ['2']
         """
         *lines, self._rest = (self._rest + part).split(b"\n")
+        if len(self._rest) > EVENT_BYTES:
+            raise ValueError(f"an event has more than {EVENT_BYTES:,} bytes")
         return [line.removeprefix(b"data:").strip().decode() for line in lines if line.startswith(b"data:")]

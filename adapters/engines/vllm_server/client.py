@@ -40,6 +40,9 @@ PASSING = frozenset({429, 502, 503, 504})
 EVENT_STREAM, END_OF_EVENTS = "text/event-stream", "[DONE]"
 """Media type of an answer in events, and the data of the last one."""
 
+PLACE_BYTES = 512
+"""Bytes of one log-prob in an answer, at most: with the token's id, its text and bytes, and its rank."""
+
 QUOTED = 300
 """Characters of an answer that an error quotes."""
 
@@ -66,28 +69,32 @@ class ServerClient:
         *,
         seconds: float | None = CALL_SECONDS,
         repeat: bool = False,
+        places: int = 0,
     ) -> tuple[int, Any]:
         """Makes a GET, or with a body a POST; returns status, and JSON or text. Query parameters are part of the path.
 
         `seconds` None waits for as long as the connection stands. `repeat`: the call may be made twice, and is made
-        again where it fails in passing.
+        again where it fails in passing. `places`: how many log-probs are asked for, for which an answer may have
+        `PLACE_BYTES` each besides the usual bound.
 
         Raises:
-            EngineError: there was no answer.
+            EngineError: there was no answer, or one larger than it may be.
         """
-        return await self._attempts(repeat, lambda last: self._once(path, body, seconds, last=last))
+        return await self._attempts(repeat, lambda last: self._once(path, body, seconds, places, last=last))
 
-    async def stream(self, path: str, body: Mapping[str, Any], listen: Callable[[], Callable[[Any], None]]) -> None:
+    async def stream(
+        self, path: str, body: Mapping[str, Any], listen: Callable[[], Callable[[Any], None]], *, places: int = 0
+    ) -> None:
         """Makes a POST, and tells the JSON of each event of the answer as it comes; an answer in one piece is one
-        event. The call is made again, with another listener, where it fails in passing.
+        event, for whose `places` see `ask`. The call is made again, with another listener, where it fails in passing.
 
         Raises:
-            EngineError: there was no answer, it broke off, or it is an error.
+            EngineError: there was no answer, it broke off, it is an error, or larger than it may be.
         """
 
         async def attempt(last: bool) -> None:
             hear = listen()
-            async with aclosing(self._events(path, body, last=last)) as events:
+            async with aclosing(self._events(path, body, places, last=last)) as events:
                 async for event in events:
                     hear(event)
 
@@ -101,6 +108,8 @@ class ServerClient:
                     try:
                         return await attempt(not repeat or again.num == ATTEMPTS)
                     except PassingError as failure:
+                        if _too_large(failure):
+                            raise EngineError(f"The server {self.url} was not heard to its end. {failure}") from failure
                         self._failures.tell("a call of a model server failed", url=self.url, reason=str(failure))
                         raise
         except PassingError as failure:
@@ -116,13 +125,14 @@ class ServerClient:
         *,
         seconds: float | None = CALL_SECONDS,
         repeat: bool = False,
+        places: int = 0,
     ) -> Any:
         """Returns the JSON that `ask` gets with status 200.
 
         Raises:
             EngineError: there was no answer, or another status.
         """
-        status, answer = await self.ask(path, body, seconds=seconds, repeat=repeat)
+        status, answer = await self.ask(path, body, seconds=seconds, repeat=repeat, places=places)
         if status != 200:
             raise EngineError(self.refusal(path, status, answer))
         return answer
@@ -145,20 +155,26 @@ class ServerClient:
             await client.aclose()
 
     async def _once(
-        self, path: str, body: Mapping[str, Any] | None, seconds: float | None, *, last: bool
+        self, path: str, body: Mapping[str, Any] | None, seconds: float | None, places: int, *, last: bool
     ) -> tuple[int, Any]:
+        from rollgrad.adapters.system.bounded_answer import ANSWER_BYTES, bound_to
+
         method = "GET" if body is None else "POST"
         try:
             async with asyncio.timeout(seconds):
                 with foreign_code(PassingError):  # whatever it is, another attempt may go well
-                    response = await self._http().request(method, self.url + path, json=body)
+                    async with self._http().stream(method, self.url + path, json=body) as response:
+                        bound_to(response, ANSWER_BYTES + PLACE_BYTES * places)
+                        await response.aread()
         except TimeoutError:
             raise EngineError(
                 f"The server {self.url} took more than {seconds:g} s for {method} {path.partition('?')[0]}."
             ) from None
         return _read(response, last)
 
-    async def _events(self, path: str, body: Mapping[str, Any], *, last: bool) -> AsyncGenerator[Any]:
+    async def _events(self, path: str, body: Mapping[str, Any], places: int, *, last: bool) -> AsyncGenerator[Any]:
+        from rollgrad.adapters.system.bounded_answer import ANSWER_BYTES, bound_to
+
         # No deadline: a frozen reply takes as long as the pause. Who waits looks after the server.
         whole = None
         with foreign_code(PassingError):
@@ -171,6 +187,7 @@ class ServerClient:
                                 return
                             yield self._checked(path, 200, json.loads(data))
                     raise ConnectionError("the answer broke off")
+                bound_to(response, ANSWER_BYTES + PLACE_BYTES * places)
                 await response.aread()
                 whole = response
         yield self._checked(path, *_read(whole, last))
@@ -184,6 +201,8 @@ class ServerClient:
     def _http(self) -> "httpx2.AsyncClient":
         import httpx2
 
+        from rollgrad.adapters.system.bounded_answer import UNCOMPRESSED
+
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             self._loop = loop
@@ -192,9 +211,16 @@ class ServerClient:
                 verify=trusted_certificates(),
                 timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-                headers={"Authorization": f"Bearer {token}"} if token else None,
+                headers={**UNCOMPRESSED, **({"Authorization": f"Bearer {token}"} if token else {})},
             )
         return self._client
+
+
+def _too_large(error: Exception) -> bool:
+    """Returns whether an answer was given up because it has more bytes than it may, which another would have, too."""
+    import httpx2
+
+    return isinstance(error.__cause__, httpx2.StreamError)
 
 
 def _read(response: "httpx2.Response", last: bool) -> tuple[int, Any]:

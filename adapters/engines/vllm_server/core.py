@@ -22,7 +22,7 @@ from rollgrad.adapters.engines.vllm.async_llm import cache_salt
 from rollgrad.adapters.engines.vllm.core import Core
 from rollgrad.adapters.engines.vllm.plugin import BACKEND
 from rollgrad.adapters.engines.vllm_server.client import ServerClient
-from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire, JoinedAnswer, TokensWire, Wire
+from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire, JoinedAnswer, TokensWire, Wire, places
 from rollgrad.adapters.engines.vllm_server.images import check_expanded, data_uris, image_fields
 from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.adapters.weights.shared_buckets import ALIGNMENT, DIRECTORY, SharedMemory
@@ -277,25 +277,25 @@ class ServedCore(Core):
             body = self._wire.body(name, request, eos_token_ids) | self._shared_fields(name, request, uris)
             if on_token is None:
                 # No deadline: a frozen reply takes as long as the pause. Who waits looks after the server (`ping`).
-                answer = await self.http.call(self._wire.path, body, seconds=None, repeat=True)
+                size = places(request.params)
+                answer = await self.http.call(self._wire.path, body, seconds=None, repeat=True, places=size)
             else:
-                answer = await self._streamed(body, on_token)
+                answer = await self._streamed(body, request.params, on_token)
         if request.images:
             self._check_expanded(answer, request)
         generation = self._read(self._wire, answer, self._version)
         count = request.params.top_logprobs
         return evolve(generation, top_logprobs=[each[:count] for each in generation.top_logprobs] if count else ())
 
-    async def _streamed(self, body: Mapping[str, Any], on_token: Callable[[int], None]) -> Any:
+    async def _streamed(self, body: Mapping[str, Any], params: SamplingParams, on_token: Callable[[int], None]) -> Any:
         """Returns the answer to a request for one reply, whose tokens it tells as they come; if a connection breaks,
         the reply is sampled again with the same seed."""
-        listener = Listener(on_token)
-        joined = JoinedAnswer()
+        listener, joined = Listener(on_token), JoinedAnswer(params)
 
         def listen() -> Callable[[Any], None]:
             nonlocal joined
             listener.over()
-            joined, tell = JoinedAnswer(), listener.attempt()
+            joined, tell = JoinedAnswer(params), listener.attempt()
             assert tell is not None
 
             def hear(part: Any) -> None:
@@ -306,7 +306,7 @@ class ServedCore(Core):
 
             return hear
 
-        await self.http.stream(self._wire.path, {**body, "stream": True}, listen)
+        await self.http.stream(self._wire.path, {**body, "stream": True}, listen, places=places(params))
         if not listener.accepts(self._read(self._wire, joined.whole, self._version)):
             raise EngineError(f"The server {self.http.url} broke off a reply that was streamed: ask again.")
         return joined.whole

@@ -11,7 +11,7 @@ from attrs import define, field, frozen
 
 from rollgrad.adapters.engines.vllm.async_llm import STOP_REASONS
 from rollgrad.adapters.engines.vllm.sampling_params import plain_parameters
-from rollgrad.domain.episodes.generation import Generation, GenerationRequest
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from rollgrad.domain.errors import DataError, EngineError
 
 MOST_LOGPROBS = 20
@@ -137,6 +137,8 @@ class CompletionsWire(Wire):
 class JoinedAnswer:
     """The answer of either endpoint, joined of the parts that a server streams, for `Wire.read`."""
 
+    params: SamplingParams
+    """Of the request."""
     whole: dict[str, Any] = field(factory=dict)
     _choice: dict[str, Any] = field(factory=dict)
 
@@ -144,7 +146,7 @@ class JoinedAnswer:
         """Adds a part; returns its token ids.
 
         Raises:
-            EngineError: it is none of a completion.
+            EngineError: it is none of a completion, or there are more tokens than were asked for.
         """
         if isinstance(part, dict) and part.get("choices") == []:  # counts of tokens, after the last
             return []
@@ -159,8 +161,15 @@ class JoinedAnswer:
                     lists.setdefault(one, []).extend(value[one])
             elif value is not None:
                 self._choice[name] = value
+        if len(self._choice.get("token_ids") or ()) > (most := self.params.max_new_tokens):
+            raise EngineError(f"The server streams more than the {most} tokens that it was asked for.")
         tokens: Sequence[int] = choice.get("token_ids") or []
         return tokens
+
+
+def places(params: SamplingParams) -> int:
+    """Returns how many log-probs a reply may have: of each token, and of the likely ones in its place."""
+    return params.max_new_tokens * (2 + params.top_logprobs)
 
 
 def _choice(answer: Any) -> Mapping[str, Any]:

@@ -133,7 +133,7 @@ class ServedModel:
             "temperature": 0,
             "prompt_logprobs": top_k,
         }
-        status, answer = await self._client.ask(PATH, body, repeat=True)
+        status, answer = await self._client.ask(PATH, body, repeat=True, places=len(tokens) * (2 + top_k))
         if status != 200:
             refusal = self._client.refusal(PATH, status, answer)
             if status == 400 and "logprobs" in refusal:

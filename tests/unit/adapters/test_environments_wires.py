@@ -2,11 +2,11 @@
 
 import asyncio
 import builtins
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rollgrad.adapters.environments.nemo_gym import NemoGymEnvironment
 from rollgrad.adapters.environments.openenv import OpenEnvEnvironment
@@ -202,6 +202,16 @@ def answering(status: int, body: Any) -> Callable[[], Any]:
     return answer
 
 
+async def endless() -> StreamingResponse:
+    """Answers without end, as a stream of events, which nobody asked for."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        while True:
+            yield b" " * 2**20
+
+    return StreamingResponse(parts(), media_type="text/event-stream")
+
+
 @pytest.mark.parametrize(
     ("path", "answer", "raised", "message"),
     [
@@ -218,6 +228,7 @@ def answering(status: int, body: Any) -> Callable[[], Any]:
             RuntimeError,
             "could not verify the episode: the judge is away",
         ),
+        *((path, endless, ConnectionError, "more than 16,777,216 bytes") for path in ("/add", "/verify")),
     ],
 )
 async def test_nemo_gym_failures_raise(path: str, answer: Any, raised: type[Exception], message: str) -> None:

@@ -316,3 +316,25 @@ async def test_a_server_that_writes_other_lines_is_told_of_rarely_and_without_tr
     assert "Listening" in misbehaved[0]["error"]
     assert [log["tool"] for log in logs if log["event"] == "tool_failed"] == ["wrong"]
     assert "Traceback" not in capfd.readouterr().err
+
+
+ENDLESS = CARELESS.replace('("talk", "wrong")', '("talk", "endless")').replace(
+    """["name"] == "wrong":
+        answer = {"contents": 5}""",
+    """["name"] == "endless":
+        while True:
+            print("x" * 2**20, end="")""",
+)
+
+
+async def test_a_message_without_end_ends_its_server_which_starts_again(tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    with capture_logs() as logs:
+        async with await connect(f"{sys.executable} {script}") as connection:
+            endless, talk = (named(connection, name) for name in ("endless", "talk"))
+            text = "The server of the tool 'endless' ended during the call."
+            assert await endless.call({}) == ToolResult(content=text, is_error=True)
+            assert await talk.call({}) == ToolResult(content="fine")
+    (told,) = [log for log in logs if log["event"] == "mcp_server_misbehaves" and "stdout failed" in log["problem"]]
+    assert "a message has more than 16,777,216 characters" in told["error"]

@@ -1,10 +1,14 @@
 """Engines by URL against real HTTP servers that answer as vLLM does, fail, hang, vanish and come back."""
 
 import asyncio
+import json
 import logging.handlers
 import socket
+import threading
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from rollgrad.adapters.engines.vllm_server.client import TOKEN_VARIABLE, ServerClient
+from rollgrad.adapters.engines.vllm_server.core import ServedCore
 from rollgrad.adapters.engines.vllm_server.endpoints import CompletionsWire, TokensWire
 from rollgrad.adapters.engines.vllm_server.engine import ServedEngine
 from rollgrad.application.engines.fleet import EngineFleet
@@ -454,6 +459,64 @@ async def test_json_that_nobody_can_read_is_text(serve: Serve, monkeypatch: pyte
     status, answer = await work(ServerClient(serve().url))
     assert status == 200
     assert isinstance(answer, str)
+
+
+ENDLESS = {"choices": [{"index": 0, "token_ids": [1], "logprobs": {"content": [{"logprob": 0.0}]}}]}
+
+
+class Endless(BaseHTTPRequestHandler):
+    """Answers every path without end, as its first part says."""
+
+    asked: list[str]
+
+    def do_POST(self) -> None:
+        self.asked.append(self.path)
+        self.send_response(200)
+        kind = "application/json" if self.path == "/whole" else "text/event-stream"
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        part = f"data: {json.dumps(ENDLESS)}\n\n" if self.path.startswith("/inference") else "data: 1" * 1000
+        with suppress(OSError):
+            while True:
+                self.wfile.write(part.encode())
+
+    def log_message(self, *words: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def endless() -> Iterator[tuple[str, list[str]]]:
+    handler = type("Handler", (Endless,), {"asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", handler.asked
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("path", "times"), [("/whole", 1), ("/said_to_be_events", 1), ("/event", 3)])
+async def test_an_answer_without_end_is_given_up(path: str, times: int, endless: tuple[str, list[str]]) -> None:
+    url, asked = endless
+    client = ServerClient(url)
+    if path == "/event":
+        asking: Coroutine[Any, Any, Any] = client.stream(path, {}, lambda: lambda event: None)
+    else:
+        asking = client.ask(path, {}, repeat=True)
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(EngineError, match="more than 16,777,216 bytes"):
+            await asking
+    assert len(asked) == times
+    await client.aclose()
+
+
+async def test_tokens_that_are_streamed_without_end_are_given_up(endless: tuple[str, list[str]]) -> None:
+    url, _ = endless
+    core = ServedCore(url, vocabulary=10, max_requests=1, flag="rollout.server_urls")
+    heard: list[int] = []
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(EngineError, match="streams more than the 3 tokens that it was asked for"):
+            await core.sample("r", ask(max_new_tokens=3), frozenset(), heard.append)
+    assert heard == [1, 1, 1]
+    await core.http.aclose()
 
 
 @pytest.mark.parametrize("forms", ["auto", "guidance", "xgrammar"])
