@@ -68,6 +68,7 @@ _ASSIGNMENT = re.compile(r"""(?<![\w.-])([\w.-]+)["']?\s*[=:]\s*["']?([^\s"',}&]
 _URL = re.compile(r"""(?<![\w+.-])([\w+.-]+://)[^/\s'"@:]*:[^/\s'"]*@""")
 _PASSWORD = re.compile(r"""://[^/\s'"@:]*:([^/\s'"]+)@""")
 _WEB_USER = re.compile(r"""(https?://)[^/\s'"@]+@""")
+_QUERY = re.compile(r"""[?&]([\w.-]+)=([^\s"',}&#]+)""")
 _HEADER = re.compile(r"""(Authorization["']?\s*[:=]\s*["']?(?:(?:Bearer|Basic|Token)\s+)?)([^\s"',}]+)""")
 _BEARER = re.compile(r"(Bearer\s+)[^\s\"',}]{8,}")
 _NAMED = re.compile(
@@ -104,18 +105,25 @@ def secrets_of_arguments(arguments: Sequence[str]) -> set[str]:
     for word in (*arguments, *words):
         found.update(value for name, value in _ASSIGNMENT.findall(word) if is_secret_name(name))
         found.update(value for _, value in _HEADER.findall(word))
-        found.update(_PASSWORD.findall(word))
+        found |= _secrets_of_url(word)
     return {secret for secret in found if _is_hidden(secret, LEAST_LENGTH)}
 
 
 def secrets_of_settings(data: Any, name: str = "") -> set[str]:
-    """Returns the secrets in nested mappings and lists, as YAML gives them."""
+    """Returns the secrets in nested mappings and lists, as YAML gives them, those of URLs too."""
     if isinstance(data, Mapping):
         return {secret for key, value in data.items() for secret in secrets_of_settings(value, str(key))}
     if isinstance(data, list | tuple):
         return {secret for value in data for secret in secrets_of_settings(value, name)}
-    hidden = data is not None and is_secret_name(name) and _is_hidden(str(data), LEAST_LENGTH)
-    return {str(data)} if hidden else set()
+    found = _secrets_of_url(data) if isinstance(data, str) else set()
+    if data is not None and is_secret_name(name):
+        found.add(str(data))
+    return {secret for secret in found if _is_hidden(secret, LEAST_LENGTH)}
+
+
+def _secrets_of_url(text: str) -> set[str]:
+    """Returns the passwords of URLs in a text, and the values of their queries whose names say that they are secret."""
+    return {*_PASSWORD.findall(text), *(value for name, value in _QUERY.findall(text) if is_secret_name(name))}
 
 
 def secrets_of_environment(variables: Mapping[str, str]) -> set[str]:

@@ -177,5 +177,6 @@ def main(directory: Path, trackers: Sequence[str], read: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    named, _, asked = " ".join(sys.argv[2:]).partition("--read")
+    words = sys.argv[2 : sys.argv.index("--secret")]  # after which the command line holds what no tracker may have
+    named, _, asked = " ".join(words).partition("--read")
     main(Path(sys.argv[1]), named.split(), (asked or named).split())

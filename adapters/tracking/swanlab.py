@@ -63,7 +63,10 @@ class SwanLabSink(RunTracker):
             id=run.id_in("swanlab"),
             resume="allow",
             config=dict(run.settings),
-            # The console and the working tree may hold what nobody meant to send, and nobody may be there to answer.
-            settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}, probe={"git": False}),
+            # The console, the working tree and the command line, which the runtime's description has, may hold what
+            # nobody meant to send, and nobody may be there to answer.
+            settings=swanlab.Settings(
+                interactive=False, terminal={"proxy_type": "none"}, probe={"git": False, "runtime": False}
+            ),
             **mode,
         )

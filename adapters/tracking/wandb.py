@@ -74,11 +74,13 @@ class WandbSink(RunTracker):
             resume="allow",
             mode=mode,
             config=dict(run.settings),
-            # The console and the working tree may hold what nobody meant to send.
+            # The console, the working tree and the command line, which wandb's metadata has, may hold what nobody meant
+            # to send.
             settings=wandb.Settings(
                 silent=True,
                 console="off",
                 disable_git=True,
+                x_disable_meta=True,
                 save_code=False,
                 init_timeout=INIT_SECONDS,
             ),

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.beside import beside
 
+SECRET = "sesame-of-the-command-line"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,7 +26,7 @@ def run_script(directory: Path, *trackers: str, **variables: str) -> subprocess.
         "MLFLOW_ALLOW_FILE_STORE": "true",
         **variables,
     }
-    command = [sys.executable, str(ROOT / "tests" / "tracker_script.py"), str(directory), *trackers]
+    command = [sys.executable, str(ROOT / "tests" / "tracker_script.py"), str(directory), *trackers, "--secret", SECRET]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 
 
@@ -55,6 +56,9 @@ def test_every_tracker_has_metrics_samples_and_settings_of_a_run_and_of_its_cont
     ids = json.loads((tmp_path / "trackers.json").read_text())
     assert sorted(ids) == ["mlflow", "swanlab", "trackio", "wandb"]
     assert "a-password" not in done.stdout + done.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    for secret in ("a-password", SECRET):
+        assert [path for path in files if secret.encode() in path.read_bytes()] == []
 
 
 @pytest.mark.slow

@@ -8,7 +8,14 @@ from rollgrad.application.settings.run import RLConfig
 from rollgrad.entrypoints.cli.commands import COMMANDS
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.config_io import setting_names
-from rollgrad.entrypoints.redaction import SURE_LENGTH, is_secret_name, redact, secret_spans, secrets_of_arguments
+from rollgrad.entrypoints.redaction import (
+    SURE_LENGTH,
+    is_secret_name,
+    redact,
+    secret_spans,
+    secrets_of_arguments,
+    secrets_of_settings,
+)
 
 SECRET = "sk-SENTINEL0123"
 TRAINER = "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --prompt_data d.jsonl --remote_rm_url reward.py"
@@ -189,3 +196,12 @@ def test_a_secret_is_hidden_where_letters_touch_it(secret: str) -> None:
     hidden = [redact(text, {secret}) == text.replace(secret, "***") for text in texts]
     assert hidden == [True, *[len(secret) >= SURE_LENGTH] * 3]
     assert [bool(secret_spans(text, {secret})) for text in texts] == hidden
+
+
+def test_secrets_in_the_query_of_a_url_are_known_wherever_it_stands() -> None:
+    url = "http://me:hunter22@host:8000/get?api_key=sesame-1&page=all-of-it&token=sesame-2#here"
+    found = {"hunter22", "sesame-1", "sesame-2"}
+    assert secrets_of_arguments(["--reward.remote_url", url]) >= found
+    assert secrets_of_settings({"reward": {"remote_url": [url, "plain"]}}) == found
+    (span,) = secret_spans("it was sesame-1", found)
+    assert span == (7, 15)
