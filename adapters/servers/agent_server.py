@@ -28,6 +28,7 @@ from rollgrad.adapters.chat.pictures import image_sources
 from rollgrad.adapters.servers.anthropic_wire import AnthropicWire
 from rollgrad.adapters.servers.completions_wire import CompletionsWire
 from rollgrad.adapters.servers.guard import MAX_BODY_BYTES, TOO_LARGE, HttpError, given_keys, read_json
+from rollgrad.adapters.servers.input_items import input_items, page_of
 from rollgrad.adapters.servers.kept_responses import (
     KEPT_CHARACTERS,
     KEPT_RESPONSES,
@@ -138,6 +139,7 @@ class AgentServer:
                 Route(f"{prefix}/v1/models", self._models, methods=["GET"]),
                 Route(f"{prefix}/v1/models/{{name}}", self._model_called, methods=["GET"]),
                 Route(f"{prefix}/v1/responses/{{name}}", self._response_called, methods=["GET", "DELETE"]),
+                Route(f"{prefix}/v1/responses/{{name}}/input_items", self._input_items, methods=["GET"]),
             ]
 
         both = [health_route(self._facts), *routes(""), *routes("/s/{key}")]
@@ -243,6 +245,10 @@ class AgentServer:
             kept.drop(name)
             return JSONResponse({"id": name, "object": "response", "deleted": True})
         return JSONResponse(kept.answer(name))
+
+    async def _input_items(self, request: Request) -> Response:
+        kept, name = self._kept(self._session(request)), request.path_params["name"]
+        return JSONResponse(page_of(input_items(name, kept.read(name)), request.query_params))
 
     def _session(self, request: Request) -> RecordedSession | None:
         """Returns the session of a request, None outside of sessions."""

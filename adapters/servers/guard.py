@@ -248,7 +248,11 @@ class Guard:
             )
         if self._hosts is not None:
             if _without_port(headers.get("host", "")) not in self._hosts:
-                raise HttpError(421, "This server answers to localhost only: ask http://127.0.0.1.", code="wrong_host")
+                raise HttpError(
+                    421,
+                    f"This server answers to {', '.join(sorted(self._hosts))} only: ask it by one of these names.",
+                    code="wrong_host",
+                )
             origin = headers.get("origin")
             if origin is not None and _without_port(origin.partition("://")[2]) not in self._hosts:
                 raise HttpError(403, "This server answers no web page of another site.", code="wrong_origin")

@@ -110,6 +110,16 @@ class KeptResponses:
             raise HttpError(404, f"No response with the id {name[:60]!r} is kept here.", code="response_not_found")
         return self._kept[name].answer
 
+    def read(self, name: str) -> Sequence[Message]:
+        """Returns the conversation that a response answers, with that of those which it continues, without
+        instructions.
+
+        Raises:
+            HttpError: 404; it is not kept.
+        """
+        self.answer(name)
+        return self._kept[name].said[:-1]
+
     def drop(self, name: str) -> None:
         """Forgets a response.
 

@@ -169,6 +169,18 @@ def test_a_response_continues_another_of_its_episode_by_its_id(play: Play) -> No
         assert (second.output_text, second.previous_response_id) == ("It is 7.", first.id)
         third = await create(input="Sure?", previous_response_id=second.id)
         assert third.output_text == "Yes."
+        listed = client(served).responses.input_items.list
+        read = [item async for item in listed(third.id, order="asc", limit=2)]
+        assert [item.type for item in read] == [
+            *("message", "function_call", "function_call_output", "message", "message")
+        ]
+        assert (read[0].content[0].text, read[1].name, read[2].output) == ("What is 3 plus 4?", "add", "7")
+        assert (read[1].call_id, json.loads(read[1].arguments)) == (call.call_id, json.loads(call.arguments))
+        assert (read[3].role, read[3].content[0].text, read[4].content[0].text) == ("assistant", "It is 7.", "Sure?")
+        assert [item.id async for item in listed(third.id)] == [item.id for item in reversed(read)]
+        for wrong in ({"limit": 101}, {"after": "msg_none"}, {"order": "up"}):
+            with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+                await listed(third.id, **wrong)
         for wrong in ("resp_none", first.id.upper()):
             with pytest.raises(openai.BadRequestError, match=r"no such response is kept here"):
                 await create(input="Sure?", previous_response_id=wrong)
