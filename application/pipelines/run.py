@@ -10,6 +10,7 @@ import asyncio
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -152,7 +153,7 @@ class Run(Generic[Sample]):
                 ) from error
             raise
         try:
-            self._save_last()
+            self._save_last(interrupted=interrupted)
         except Exception as error:
             self._tell_failure(error)
             raise
@@ -203,8 +204,7 @@ class Run(Generic[Sample]):
 
     @property
     def _enough(self) -> str | None:
-        """Says that the caller has ended the run, or that as many evaluations as the schedule waits for have been no
-        better than the best one; None before."""
+        """Says that the caller has ended the run, or that too many evaluations were no better than the best one."""
         asked = self._on_step.enough
         return self._best.exhausted(self._schedule.patience) if asked is None else asked
 
@@ -267,30 +267,29 @@ class Run(Generic[Sample]):
             if not exploded:
                 self._save_last()
                 if self._models.under_way:
-                    log.warning(
-                        "the model has optimizer steps of an update that was not finished", after_step=self._done
-                    )
+                    log.warning("the model has some steps of an update that was not finished", after_step=self._done)
         except Exception as second:  # a full disk, a lost process: the first error is raised in any case
             log.error("saving failed: what was saved before is still there", reason=str(second))
             saves = False
         self._states.tell_lost(done=self._done, began=self._began, saved=saves)
 
-    def _save_last(self) -> None:
-        """Saves the model, and the training state, which may be on another disk, also where the model cannot be."""
+    def _save_last(self, *, interrupted: bool = False) -> None:
+        """Saves the model and the training state, which may be on another disk, each also where the other cannot be.
+        An interrupted run saves the state first, from which it goes on if it is killed meanwhile."""
+        first, second = (partial(self._save, FINAL_MODEL), self._save_training)[:: -1 if interrupted else 1]
         try:
-            self._save(FINAL_MODEL)
+            first()
         except Exception:
             with suppress(CheckpointError):  # the first error says where the model is
-                self._save_training()
+                second()
             raise
-        self._save_training()
+        second()
 
     def _save_training(self, *, in_background: bool = False) -> None:
-        """Saves the training state, or begins to, if any is saved and no update is under way. If saving by steps is
-        not set, a state that cannot be saved does not end the run.
+        """Saves the training state, or begins to, if any is saved and no update is under way.
 
         Raises:
-            CheckpointError: saving by steps is set, and the state, or the one before, cannot be saved.
+            CheckpointError: saving by steps is set, and the state, or the one before, cannot be saved; else it is told.
         """
         if not self._schedule.saves_state or self._models.under_way:
             return

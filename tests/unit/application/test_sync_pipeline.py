@@ -162,6 +162,28 @@ async def test_an_interruption_saves_the_last_finished_step(build: Callable[...,
     assert run.checkpoints.states["model"]["step"] == outcome.steps == run.channel.versions[-1]
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_a_run_that_may_be_killed_saves_first_what_it_goes_on_from(
+    build: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    run = build(steps=1000 if interrupted else 2, state_minutes=1e9)
+    save, models = run.checkpoints.save_training, []
+
+    def watched(saved: Any) -> Any:
+        models.append(list(run.checkpoints.models))
+        return save(saved)
+
+    monkeypatch.setattr(run.checkpoints, "save_training", watched)
+    task = asyncio.create_task(run.pipeline.run())
+    while len(run.steps) < 2:
+        await asyncio.sleep(0)
+    if interrupted:
+        task.cancel()
+    assert (await task).interrupted is interrupted
+    assert models == [[] if interrupted else ["model"]]
+    assert run.checkpoints.models == ["model"]
+
+
 class WaitingPolicy(FakePolicy):
     """Updates only after the event loop has answered it."""
 
