@@ -26,7 +26,7 @@ urgent = threading.Event()
 
 
 class Stop:
-    """What an update is told, in a thread of its own, and what it says.
+    """A request to stop, of an update in a thread of its own, and its answer.
 
     `asked`: whether it is to stop. `closed`: whether it has changed a model, and is finished whatever it is told.
     """

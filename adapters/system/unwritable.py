@@ -1,4 +1,4 @@
-"""What lets a file be written that could not be, by what the system says of it."""
+"""Remedies for a file that cannot be written, by the error of the system."""
 
 import errno
 import os

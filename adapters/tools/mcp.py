@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
-from functools import cache
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import structlog
@@ -32,7 +31,6 @@ from rollgrad.domain.ports.environment import Tool
 
 if TYPE_CHECKING:
     import httpx2
-    from anyio.streams.text import TextReceiveStream
     from mcp import Client
 
 TOKEN_VARIABLE = "ROLLGRAD_MCP_TOKEN"
@@ -334,6 +332,7 @@ async def _client(server: str, notice: Callable[["httpx2.Response"], Awaitable[N
     from mcp.client.streamable_http import streamable_http_client
 
     from rollgrad.adapters.system.bounded_answer import ANSWER_BYTES, UNCOMPRESSED, bound_but_events
+    from rollgrad.adapters.tools.bounded_lines import BoundedLines
 
     async with AsyncExitStack() as stack:
         if server.startswith(URLS):
@@ -351,33 +350,10 @@ async def _client(server: str, notice: Callable[["httpx2.Response"], Awaitable[N
             command, *arguments = shlex.split(server) or [""]
             # A byte that is no UTF-8 would otherwise end the SDK's reader, and with it all calls.
             started = StdioServerParameters(command=command, args=arguments, encoding_error_handler="replace")
-            stdio.TextReceiveStream = _bounded_text()  # type: ignore[attr-defined]  # the SDK bounds no line
+            stdio.TextReceiveStream = BoundedLines  # type: ignore[attr-defined]  # the SDK bounds no line
             # The SDK's own default is what sys.stderr was when the SDK was imported.
             errors = _stderr() or stack.enter_context(open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
             yield await stack.enter_async_context(Client(stdio.stdio_client(started, errlog=errors)))
-
-
-@cache
-def _bounded_text() -> type["TextReceiveStream"]:
-    """Returns the stream by which the SDK reads what a process writes, which ends the connection at a line of more than
-    `ANSWER_BYTES` characters: each is kept until it ends."""
-    from anyio.streams.text import TextReceiveStream
-
-    from rollgrad.adapters.system.bounded_answer import ANSWER_BYTES
-
-    class Bounded(TextReceiveStream):
-        _line = 0
-
-        async def receive(self) -> str:
-            text = await super().receive()
-            _, _, last = text.rpartition("\n")
-            self._line = len(last) + (0 if len(last) < len(text) else self._line)
-            if self._line > ANSWER_BYTES:
-                await self.aclose()  # else the SDK would read on, to no end
-                raise ConnectionError(f"a message has more than {ANSWER_BYTES:,} characters")
-            return text
-
-    return Bounded
 
 
 def _stderr() -> TextIO | None:

@@ -176,7 +176,7 @@ async def test_an_interruption_is_between_two_steps(make: Callable[[], Subject],
 async def test_a_long_update_is_broken_off_before_its_optimizer_step(
     make: Callable[[], Subject], monkeypatch: pytest.MonkeyPatch, hurry: bool
 ) -> None:
-    """Where somebody may kill the run soon; else it is finished and counts. Nothing that was learned is lost."""
+    """It is where somebody may kill the run soon; else it is finished and counts. Nothing that was learned is lost."""
     monkeypatch.setattr(step_source, "PATIENCE_SECONDS", 0.01)
     wanted = await steps(make(), 0, STEPS)
     subject = make()

@@ -138,7 +138,7 @@ class JoinedAnswer:
     """The answer of either endpoint, joined of the parts that a server streams, for `Wire.read`."""
 
     params: SamplingParams
-    """Of the request."""
+    """Parameters of the request."""
     whole: dict[str, Any] = field(factory=dict)
     _choice: dict[str, Any] = field(factory=dict)
 
