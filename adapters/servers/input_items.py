@@ -54,8 +54,8 @@ def _items(message: Message) -> list[Item]:
     if thought := message.get("reasoning_content"):
         items.append({"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thought}]})
     if content:
-        said = [{"type": "output_text", "text": content, "annotations": []}]
-        items.append({"type": "message", "role": role, "status": "completed", "content": said})
+        said: Item = {"type": "output_text", "text": content, "annotations": []}
+        items.append({"type": "message", "role": role, "status": "completed", "content": [said]})
     for call in message.get("tool_calls") or ():
         named, arguments = call["function"]["name"], call["function"]["arguments"]
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
