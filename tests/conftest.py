@@ -230,6 +230,29 @@ def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _passes_are_measured_once() -> Iterator[None]:
+    """Dry runs measure the passes of a model by its settings, which takes most of their time, once for all tests that
+    ask the same of the same settings. The tests of measuring itself call the function as it is."""
+    from rollgrad.adapters.models.torch.planning import pass_memory
+
+    found: dict[Any, Any] = {}
+    measure = pass_memory.measured_passes
+
+    def once(name: str, **asked: Any) -> Any:
+        settings = Path(name).expanduser() / "config.json"
+        if not settings.is_file():
+            return measure(name, **asked)
+        key = settings.read_bytes(), *sorted(asked.items())
+        if key not in found:
+            found[key] = measure(name, **asked)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pass_memory, "measured_passes", once)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keeps what `datasets` caches out of the user's home."""
     import datasets

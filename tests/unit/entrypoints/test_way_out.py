@@ -116,6 +116,7 @@ def test_the_plan_counts_the_tower_of_a_run_that_sees_images(sees: bool, tmp_pat
     settings = AutoConfig.from_pretrained(path)
     loaded = model_factory(settings, images=sees).from_config(settings)
     rl, sft = RLConfig(), SFTRun()
+    rl.data.max_prompt_tokens, rl.rollout.max_new_tokens = 63, 1  # as the other's, so that they are measured once
     for run in (rl, sft):
         run.actor.model_name_or_path, run.data.image_key = path, "image" if sees else None
     for config in (rl, as_sampling_nothing(sft, longest=64)):
