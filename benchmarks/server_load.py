@@ -5,7 +5,7 @@ their own (`server_clients.py`). Steps with and without them alternate: what els
 
     python benchmarks/server_load.py --steps 20
 
-`--smoke` is one step of each, whose ratio means nothing.
+`--smoke` is one small step of each, whose ratio means nothing.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ POSITIONS = 8192
 CLIENTS = Path(__file__).with_name("server_clients.py")
 
 
-async def measure(steps: int) -> tuple[list[float], list[float]]:
-    """Returns the seconds of steps without and with the clients."""
+async def measure(steps: int, tokens: tuple[int, int]) -> tuple[list[float], list[float]]:
+    """Returns the seconds of steps on so many sequences of so many tokens, without and with the clients."""
     codec = FakeChatCodec()
     engine = ScriptedEngine(codec, EOS, lambda prompt: "yes")
     engine.max_tokens = POSITIONS
@@ -41,13 +41,13 @@ async def measure(steps: int) -> tuple[list[float], list[float]]:
         LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4)
     )
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, 512, (8, 256))
+    ids = torch.randint(0, 512, tokens)
 
     def step() -> float:
         began = time.perf_counter()
         for _ in range(4):
             optimizer.zero_grad()
-            model(input_ids=tokens, labels=tokens).loss.backward()
+            model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
         return time.perf_counter() - began
 
@@ -68,7 +68,7 @@ async def measure(steps: int) -> tuple[list[float], list[float]]:
 def main(steps: int = 20, smoke: bool = False) -> int:
     """Prints the medians and their ratio; returns 1 if it is above 1.1."""
     torch.set_num_threads(1)
-    alone, attacked = asyncio.run(measure(1 if smoke else steps))
+    alone, attacked = asyncio.run(measure(1, (1, 16)) if smoke else measure(steps, (8, 256)))
     ratio = statistics.median(attacked) / statistics.median(alone)
     print(
         f"step alone {statistics.median(alone):.3f} s, attacked {statistics.median(attacked):.3f} s: {ratio:.3f} times"
