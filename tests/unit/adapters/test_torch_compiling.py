@@ -171,34 +171,47 @@ def test_layers_alike_share_their_graphs() -> None:
     assert counts[0] == counts[1] > 0
 
 
+def adapted(path: Path, *, compiles: bool, weights: dict[str, Tensor] | None = None) -> TorchPolicy:
+    """Makes a policy that trains adapters, with these weights if there are some, and recomputes its layers."""
+    model = load_causal_lm(str(path), dtype=torch.float32, device=torch.device("cpu"), flag=cluster.FLAG)
+    add_lora(model, AdapterConfig(rank=4), seed=0)
+    model.load_state_dict(weights or model.state_dict())
+    if compiles:
+        compile_layers(model)
+    return TorchPolicy(
+        model,
+        None,
+        OptimizerSettings(lr=1e-3),
+        gradient_checkpointing=Checkpointing.FULL,
+        offload_activations=compiles,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fused")
 def test_a_policy_with_adapters_whose_layers_are_fused_and_recomputed_takes_the_same_steps(
     tiny_model_dir: Path,
 ) -> None:
-    def make(compiles: bool) -> TorchPolicy:
-        model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device=torch.device("cpu"), flag=cluster.FLAG)
-        add_lora(model, AdapterConfig(rank=4), seed=0)
-        if compiles:
-            compile_layers(model)
-        return TorchPolicy(
-            model,
-            None,
-            OptimizerSettings(lr=1e-3),
-            gradient_checkpointing=Checkpointing.FULL,
-            offload_activations=compiles,
-        )
-
-    policies = [make(compiles) for compiles in (False, True)]
+    policies = [adapted(tiny_model_dir, compiles=compiles) for compiles in (False, True)]
     for _ in range(2):
         plain, fused = (cluster.trained(policy) for policy in policies)
         assert fused == pytest.approx(plain, rel=1e-5, abs=1e-6)
-    wanted, found = (policy.score(cluster.batch()).logprobs_N for policy in policies)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
-    assert (found - AdapterlessReference(policies[1]).score(cluster.batch()).logprobs_N).abs().max() > 1e-4
-    wanted, found = (AdapterlessReference(policy).score(cluster.batch()).logprobs_N for policy in policies)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
     assert graphs() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [AS_WRITTEN, pytest.param("inductor", marks=pytest.mark.wide)])
+def test_a_policy_with_adapters_scores_the_same_with_them_and_without(tiny_model_dir: Path, backend: str) -> None:
+    with compiler(backend):
+        plain = adapted(tiny_model_dir, compiles=False)
+        cluster.trained(plain)
+        fused = adapted(tiny_model_dir, compiles=True, weights=plain.module.state_dict())
+        wanted, found = (policy.score(cluster.batch()).logprobs_N for policy in (plain, fused))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+        assert (found - AdapterlessReference(fused).score(cluster.batch()).logprobs_N).abs().max() > 1e-4
+        wanted, found = (AdapterlessReference(policy).score(cluster.batch()).logprobs_N for policy in (plain, fused))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
+        assert graphs() > 0
 
 
 @pytest.mark.slow
