@@ -276,7 +276,8 @@ def passes(case: Case) -> dict[str, Any]:
     """Returns this process's part of a case: columns of the action tokens, losses, and its gradients by objective."""
     packed = batch(case.seed, case.samples, branches=case.branches)
     packed = grammars.prescribed(packed) if case.prescribed else packed
-    lm = PackedLM(model(case), temperature=0.7)
+    body = model(case)
+    lm = PackedLM(body, temperature=0.7)
     logprobs_A, entropy_A = lm(packed)
     scores = TokenScores(logprobs_N=scatter(logprobs_A, packed), entropy_N=scatter(entropy_A, packed))
     result: dict[str, Any] = {"logprobs": logprobs_A.detach(), "entropy": entropy_A.detach()}
@@ -284,9 +285,8 @@ def passes(case: Case) -> dict[str, Any]:
         result[name] = gradients(lm, objective(scores, packed).loss)
     for kept in (False, True):
         name = "of_kept_teacher" if kept else "of_teacher"
-        result[name], divergence_A = taught(case, packed, kept)
+        result[name], divergence_A = taught(case, body, packed, kept)
         result[f"divergence_{name}"] = divergence_A
-    body = model(case)
     value = PackedValue(body, {"weight": torch.linspace(-1, 1, body.config.hidden_size)[None]})
     values_A = value(packed)
     result["values"] = values_A.detach()
@@ -294,21 +294,23 @@ def passes(case: Case) -> dict[str, Any]:
     return result
 
 
-def taught(case: Case, packed: PackedBatch, kept: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradients of the divergence from a teacher, which predicts now or has predicted before, and that divergence."""
+def taught(case: Case, body: Any, packed: PackedBatch, kept: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of the divergence of the model `body` from a teacher, which predicts now or has predicted before, and
+    that divergence."""
     settings = DistillationSettings(beta=0.5, temperature=0.7, top_k=5 if kept else None)
-    other = model(evolve(case, settings=case.settings | case.teacher, checkpointing=False, lora=False))
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(0.8)
-    teacher: Teacher | KeptTeacher = Teacher(other, settings)
     if kept:
         generator = torch.Generator().manual_seed(case.seed)
         ids_NK = torch.stack([torch.randperm(VOCABULARY, generator=generator)[:5] for _ in range(packed.token_count)])
         logprobs_NB = torch.randn(packed.token_count, 6, generator=generator).log_softmax(1)
         packed = evolve(packed, teacher_ids_NK=ids_NK.int(), teacher_logprobs_NK=logprobs_NB.half())
-        teacher = KeptTeacher(settings)
-    lm = PackedLM(model(case), teacher=teacher)
+        teacher: Teacher | KeptTeacher = KeptTeacher(settings)
+    else:
+        other = model(evolve(case, settings=case.settings | case.teacher, checkpointing=False, lora=False))
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(0.8)
+        teacher = Teacher(other, settings)
+    lm = PackedLM(body, teacher=teacher)
     *_, divergence_A = lm(packed)
     weights_A = packed.filled("loss_weights_N")[packed.action_mask_N]
     return gradients(lm, (weights_A * divergence_A).sum()), divergence_A.detach()

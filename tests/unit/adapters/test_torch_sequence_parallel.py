@@ -100,9 +100,15 @@ def test_so_they_are_of_more_models_and_forms(results: Results, processes: int, 
     assert_as_one_process(results(processes, tuple(MORE[processes])), name)
 
 
+@cache
+def alone(name: str) -> dict[str, Any]:
+    """What this process computes of a case, without compiling."""
+    return sequence_parallel.passes(evolve(CASES[name], compiles=False))
+
+
 def assert_as_one_process(found: list[dict[str, Any]], name: str) -> None:
     tolerance = TOLERANCE[CASES[name].dtype]
-    expected = sequence_parallel.passes(evolve(CASES[name], compiles=False))
+    expected = alone(name)
     shares = [result[name] for result in found]
     for share in shares:
         for column in ("logprobs", "entropy", "values", "divergence_of_teacher", "divergence_of_kept_teacher"):
@@ -130,7 +136,7 @@ def assert_same_gradients(found: dict[str, Tensor], expected: dict[str, Tensor],
 )
 def test_every_process_has_a_part_of_the_work(results: Results, processes: int, name: str) -> None:
     """Guards the test above: no process alone has the whole gradient."""
-    expected = sequence_parallel.passes(CASES[name])["by_token"]
+    expected = alone(name)["by_token"]
     for result in results(processes):
         own = result[name]["by_token"]
         assert all((own[key] - gradient).norm() > 0.1 * gradient.norm() for key, gradient in expected.items())
@@ -138,7 +144,7 @@ def test_every_process_has_a_part_of_the_work(results: Results, processes: int, 
 
 @pytest.mark.parametrize("processes", NAMES)
 def test_a_process_that_leaves_its_group_computes_alone(results: Results, processes: int) -> None:
-    expected = sequence_parallel.passes(CASES["two_heads"])
+    expected = alone("two_heads")
     for result in results(processes):
         assert_same_gradients(result["apart"]["by_token"], expected["by_token"], 1e-6)
 
