@@ -126,13 +126,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         # What each process P found of its rows of the vocabulary, [P, A] by name, is joined to what holds for all rows.
         gathered = vocabulary.gathered(columns)
         found = dict(zip(names, gathered[:, : len(names)].unbind(1), strict=True))
+        logits = gathered[:, len(names) :].sum(0)  # each token is in the rows of one process; the others have 0
         lse = found["lse"]
         normaliser = torch.logsumexp(lse, dim=0)
-        logits = gathered[:, len(names) :].sum(0)  # each token is in the rows of one process; the others have 0
+        log_share = lse - normaliser  # log-probability of all tokens in a process's rows
         logprobs = logits[0] - normaliser
         further = [] if also is None else [(logits[1:] - normaliser).t()]
-        share = (lse - normaliser).exp()  # of the probability
-        entropy = (share * (found["entropy"] + normaliser - lse.clamp(min=NO_MASS))).sum(0)
+        # A process has found the entropy of its own softmax, whose tokens have -log_share more nats in that of all.
+        entropy = (log_share.exp() * (found["entropy"] + normaliser - lse.clamp(min=NO_MASS))).sum(0)
         ctx.save_for_backward(hidden, weight, bias, index, mine, normaliser, entropy)
         ctx.temperature, ctx.rows, ctx.vocabulary, ctx.form = temperature, rows, vocabulary, form
         ctx.allowed, ctx.mean, ctx.further = allowed, mean, bool(further)
@@ -140,17 +141,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if not correct:
             return logprobs, entropy, *further
         correct_A = (logits[0] >= found["best"].amax(0)).float()
-        means: list[Tensor] = []
+        results, without_gradient = [logprobs, entropy, correct_A], [correct_A]
         if mean:
-            total, size = found["log_softmax_sum"], found["size"]
-            # The sums are of each process's own log-softmax, over its rows alone.
-            means = [(total + size * (lse - normaliser).clamp(min=NO_CHANCE)).sum(0) / size.sum(0)]
-            ctx.size = size.sum(0)
-        collisions: list[Tensor] = []
+            ctx.size = found["size"].sum(0)
+            # A process's sum is of its own log-softmax, too.
+            sums = found["log_softmax_sum"] + found["size"] * log_share.clamp(min=NO_CHANCE)
+            results.append(sums.sum(0) / ctx.size)
         if collision:
-            collisions = [-((2 * (lse - normaliser)).exp() * found["collision"]).sum(0).log()]
-        ctx.mark_non_differentiable(correct_A, *collisions)
-        return logprobs, entropy, correct_A, *means, *collisions, *further
+            collision_A = -((2 * log_share).exp() * found["collision"]).sum(0).log()
+            results.append(collision_A)
+            without_gradient.append(collision_A)
+        ctx.mark_non_differentiable(*without_gradient)
+        return *results, *further
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *others: Tensor | None) -> Any:
