@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import structlog
+from attrs import define
 
 from rollgrad.adapters.models.ray.rank_worker import end_workers, start_by_deepspeed
 from rollgrad.adapters.ray.session import machine, ray_module, require_raylet
@@ -219,38 +220,33 @@ class WorkerGroup:
         """Returns the results of `references`, by rank; failures of processes that take part in a reading count,
         too."""
         ray = ray_module()
-        ranks = {reference: rank for rank, reference in [*self._participants.items(), *references.items()]}
+        pending = {reference: rank for rank, reference in [*self._participants.items(), *references.items()]}
         wanted, results = set(references.values()), dict[Any, Any]()
         failures: dict[int, Exception] = {}
         began = time.monotonic()
-        until, tell, grace = began + self.timeout, began + TELL_SECONDS, False
-        while wanted or (failures and ranks):
-            done, _ = ray.wait(list(ranks), timeout=max(0.0, min(until, tell) - time.monotonic()))
-            if not done and tell < until:
+        deadline, next_line = _Deadline(began + self.timeout), began + TELL_SECONDS
+        while wanted or (failures and pending):
+            done, _ = ray.wait(list(pending), timeout=max(0.0, min(deadline.at, next_line) - time.monotonic()))
+            if not done and next_line < deadline.at:
                 log.info(
-                    f"{_named(sorted(ranks.values()))} of {self.name} did not answer {doing!r} yet "
-                    f"({tell - began:g} s of {self.timeout:g} s)"
+                    f"{_named(sorted(pending.values()))} of {self.name} did not answer {doing!r} yet "
+                    f"({next_line - began:g} s of {self.timeout:g} s)"
                 )
-                tell += TELL_SECONDS
-                continue
-            if not done and (grace or len(ranks) == 1):
+                next_line += TELL_SECONDS
+            elif not done and (deadline.is_last or len(pending) == 1):
                 break
-            if not done:  # those that only wait for a silent one fail now, too, which tells who that is
-                until, grace = time.monotonic() + GRACE_SECONDS, True
+            elif not done:  # those that only wait for a silent one fail now, too, which tells who that is
+                deadline.set_last(GRACE_SECONDS)
             for reference in done:
-                rank = ranks.pop(reference)
+                rank = pending.pop(reference)
                 wanted.discard(reference)
                 try:
                     results[reference] = ray.get(reference)
                 except Exception as error:  # of any kind: `_main_error` compares the errors of all
                     failures[rank] = error
-                    if _is_death(error):
-                        until, grace = 0.0, True
-                    else:
-                        soon = time.monotonic() + (GRACE_SECONDS if _is_of_exchange(error) else CAUSE_SECONDS)
-                        until, grace = min(until, soon) if grace else soon, True
+                    deadline.set_last(_seconds_for_cause(error))
         if failures or wanted:
-            raise self._main_error(failures, sorted(ranks.values()), doing, waits=bool(wanted))
+            raise self._main_error(failures, sorted(pending.values()), doing, waits=bool(wanted))
         return [results[reference] for reference in references.values()]
 
     def _main_error(
@@ -292,6 +288,29 @@ class WorkerGroup:
         files = " and ".join(LOG.format(pid=self.pids[rank]) for rank in ranks[:NAMED] if self.pids)
         where = "its machine" if len(ranks) == 1 else "their machines"
         return f" What was written there last is in {files} on {where}." if files else ""
+
+
+@define
+class _Deadline:
+    """When a call of several processes stops to wait for them."""
+
+    at: float
+    """Time of the monotonic clock, in seconds."""
+    is_last: bool = False
+    """Whether the call has failed, or its time is over, and the wait is for the cause alone."""
+
+    def set_last(self, seconds: float) -> None:
+        """Waits for the cause of a failure, `seconds` from now at most; an earlier last deadline stays."""
+        at = time.monotonic() + seconds
+        self.at = min(self.at, at) if self.is_last else at
+        self.is_last = True
+
+
+def _seconds_for_cause(error: Exception) -> float:
+    """Returns how many seconds after an error its cause may still show in other processes."""
+    if _is_death(error):
+        return 0.0
+    return GRACE_SECONDS if _is_of_exchange(error) else CAUSE_SECONDS
 
 
 def _named(ranks: Sequence[int]) -> str:
