@@ -108,28 +108,23 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
     first = next(module.parameters())
     device, dtype = first.device, first.dtype
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    odd = [part for part in module.modules() if any(p.dtype != dtype for p in part.parameters(recurse=False))]
-    _refuse_undividable(module, odd)
+    in_other_formats = [
+        part for part in module.modules() if any(p.dtype != dtype for p in part.parameters(recurse=False))
+    ]
+    _refuse_undividable(module, in_other_formats)
     groups = expert_groups()
     stacks = dict.fromkeys(divided_stacks(module), groups.alike) if groups is not None else {}
     shares = _taken_out(module, mesh, torch.device("cpu") if offload else device)
     for stack in stacks:
         exchange_tokens(stack)
     layers = [layer for stack in layer_stacks(module) for layer in stack]
-    units = dict.fromkeys([*odd, *stacks, *layers, module])  # inner ones first
+    units = dict.fromkeys([*in_other_formats, *stacks, *layers, module])  # inner ones first
     for unit in units:
-        computes = None if unit in odd else dtype
+        computes = None if unit in in_other_formats else dtype
         divided = _fully_sharded(unit, stacks.get(unit, mesh), computes, offload=offload, pinned=device.type == "cuda")
-        lacking = unit in stacks or any(may_lack_gradient(name) for name, _ in unit.named_parameters())
-        if lacking and unit is not module:
-            if not hasattr(divided, "set_reduce_scatter_unused_params"):
-                raise ConfigurationError(
-                    f"cluster.strategy is fsdp2, and the model has a {type(unit).__name__} of which a process may use "
-                    f"nothing in a step, for which torch {torch.__version__} has no rule: install torch 2.13 or newer, "
-                    "or set --cluster.strategy deepspeed."
-                )
-            # Tokens may reach an expert in some of the processes only, and all must send the same gradients.
-            divided.set_reduce_scatter_unused_params(True, recurse=False)
+        may_be_unused = unit in stacks or any(may_lack_gradient(name) for name, _ in unit.named_parameters())
+        if may_be_unused and unit is not module:
+            _send_unused_gradients(divided, type(unit).__name__)
     parameters = [_put_back(share) for share in shares]
     for unit in units:
         # After this FSDP takes the parameters that are there now.
@@ -144,14 +139,19 @@ def divide(module: nn.Module, *, offload: bool = False) -> DividedModule:
     )
 
 
-def _refuse_undividable(module: nn.Module, odd: Sequence[nn.Module]) -> None:
-    """Refuses parameters without rows, and parts in several formats (`odd` are those not in the model's)."""
+def _refuse_undividable(module: nn.Module, in_other_formats: Sequence[nn.Module]) -> None:
+    """Refuses parameters without rows, and parts whose own parameters have several formats.
+
+    Args:
+        module: the whole model.
+        in_other_formats: its parts with parameters in another format than the model's first one.
+    """
     if numbers := [name for name, parameter in module.named_parameters() if not parameter.ndim]:
         raise ConfigurationError(
             f"cluster.strategy is fsdp2, but {numbers[0]} of the model is a single number, which has no rows to "
             "divide: set --cluster.strategy deepspeed."
         )
-    for part in odd:
+    for part in in_other_formats:
         if len(formats := {str(parameter.dtype).removeprefix("torch.") for parameter in part.parameters()}) > 1:
             raise ConfigurationError(
                 f"cluster.strategy is fsdp2, but a {type(part).__name__} of the model has parameters in "
@@ -182,17 +182,32 @@ def _fully_sharded(unit: nn.Module, mesh: Any, computes: torch.dtype | None, *, 
     return divided
 
 
+def _send_unused_gradients(divided: Any, kind: str) -> None:
+    """Has a divided part of the model (of the class `kind`) send gradients also where a process has used nothing of it:
+    tokens may reach an expert in some of the processes only, and all must send the same gradients."""
+    if not hasattr(divided, "set_reduce_scatter_unused_params"):
+        raise ConfigurationError(
+            f"cluster.strategy is fsdp2, and the model has a {kind} of which a process may use nothing in a step, for "
+            f"which torch {torch.__version__} has no rule: install torch 2.13 or newer, or set --cluster.strategy "
+            "deepspeed."
+        )
+    divided.set_reduce_scatter_unused_params(True, recurse=False)
+
+
 @frozen(kw_only=True, eq=False)
 class _Share:
-    """This process's `rows` of a parameter in its `places`: the format in which it computes, whether it is `trained`,
-    the processes that divide it, and its whole shape."""
+    """This process's share of a parameter."""
 
     rows: Tensor
     places: list[Place]
+    """Attributes of modules that are this parameter: several where it is tied."""
     compute: torch.dtype
+    """Format in which it computes."""
     trained: bool
     mesh: Any
+    """Processes that divide it."""
     shape: torch.Size
+    """Shape of the whole parameter."""
 
 
 def _taken_out(module: nn.Module, mesh: Any, device: torch.device) -> list[_Share]:
@@ -201,18 +216,24 @@ def _taken_out(module: nn.Module, mesh: Any, device: torch.device) -> list[_Shar
     shares = []
     while owners:
         parameter = next(iter(owners))
-        places, compute, trained = owners.pop(parameter), parameter.dtype, parameter.requires_grad
-        kept, over, shape = torch.float32 if trained else compute, meshes.pop(parameter, mesh), parameter.shape
-        whole = not is_sharded(parameter)
-        rows = parameter.detach()[slice(*own_place(len(parameter), over))] if whole else rows_of(parameter)
-        part = rows.untyped_storage().nbytes() > rows.nbytes  # also of a file's, whose memory it would keep
-        rows = rows.to(device, kept, copy=part).contiguous()
-        experts = over.size(0) if over.ndim > 1 else 1  # FSDP divides this process's experts alone
-        empty = torch.empty(shape[0] // experts, *shape[1:], dtype=kept, device="meta")
+        places, over = owners.pop(parameter), meshes.pop(parameter, mesh)
+        compute, trained, shape = parameter.dtype, parameter.requires_grad, parameter.shape
+        kept = torch.float32 if trained else compute
+        rows = _own_rows(parameter, over, kept, device)
+        expert_shares = over.size(0) if over.ndim > 1 else 1  # FSDP divides this process's experts alone
+        empty = torch.empty(shape[0] // expert_shares, *shape[1:], dtype=kept, device="meta")
         replace_parameter(places, nn.Parameter(empty, requires_grad=trained))
         shares.append(_Share(rows=rows, places=places, compute=compute, trained=trained, mesh=over, shape=shape))
-        del parameter
+        del parameter  # its memory is free before the next one is divided
     return shares
+
+
+def _own_rows(parameter: nn.Parameter, mesh: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns this process's rows of a parameter, whole or divided, in memory that holds nothing else."""
+    whole = not is_sharded(parameter)
+    rows = parameter.detach()[slice(*own_place(len(parameter), mesh))] if whole else rows_of(parameter)
+    shares_memory = rows.untyped_storage().nbytes() > rows.nbytes  # with other rows, or with the rest of a file
+    return rows.to(device, dtype, copy=shares_memory).contiguous()
 
 
 def _put_back(share: _Share) -> nn.Parameter:
