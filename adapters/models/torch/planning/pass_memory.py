@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
@@ -213,19 +213,29 @@ def _trained(layers: LikeLayers, states: States, rows: int, length: int) -> tupl
     return together(forward).change, together([*forward, *backward])
 
 
-def counted_states(model: Any) -> tuple[int, int, int]:
-    """Returns the bytes of the states after a sequence that the layers of a model on the meta device hand on, the
-    greatest common divisor of the heads that have some, and the numbers of a token from which a layer computes its
-    states at most; 0 where none have."""
+@frozen(kw_only=True)
+class StateSizes:
+    """The sizes of the states that recurrent layers of a model hand on; 0 of a model without such layers."""
+
+    nbytes: int = 0
+    """Bytes of the states of all layers after a sequence."""
+    heads: int = 0
+    """The greatest common divisor of the layers' heads."""
+    columns: int = 0
+    """Numbers of a token from which a layer computes its states: those of the layer that reads the most."""
+
+
+def counted_states(model: Any) -> StateSizes:
+    """Returns the sizes of the states of a model on the meta device."""
     if not recurrent_types(model):
-        return 0, 0, 0
+        return StateSizes()
     install_attention(model)
     plan = UncomputedAttention(1, 1, torch.device("meta"), model.dtype)
     plan.recurrence = counted = _CountedStates([Node(0, 1)], device=torch.device("meta"))
     ids = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     with torch.no_grad(), _Alive(model):  # which answers the questions of its code
         backbone(model)(input_ids=ids, use_cache=False, attention_plan=plan)
-    return counted.nbytes, counted.heads, counted.columns
+    return StateSizes(nbytes=counted.nbytes, heads=counted.heads, columns=counted.columns)
 
 
 class _CountedStates(ForestRecurrence):

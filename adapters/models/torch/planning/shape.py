@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from rollgrad.adapters.models.torch.experts.expert_parallel import expert_stacks
 from rollgrad.adapters.models.torch.layers.attention import check_layers
@@ -13,7 +14,7 @@ from rollgrad.adapters.models.torch.layers.recurrent_layers import attending_lay
 from rollgrad.adapters.models.torch.layers.shared_recurrence import require_heads
 from rollgrad.adapters.models.torch.loading.lora import adapter_numbers
 from rollgrad.adapters.models.torch.loading.quantised import quantised_numbers
-from rollgrad.adapters.models.torch.planning.pass_memory import counted_states
+from rollgrad.adapters.models.torch.planning.pass_memory import StateSizes, counted_states
 from rollgrad.application.settings.model_shape import ModelShape
 from rollgrad.application.settings.sections.actor import AdapterConfig, LoraConfig
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
@@ -43,25 +44,18 @@ def model_shape(
         ConfigurationError: a target module of `lora` is no linear layer of it; it has no 4-bit form; its experts or
             states cannot be divided; or it is an actor without the experts that are to be divided.
     """
-    from transformers import AutoConfig
-
     try:
-        settings = AutoConfig.from_pretrained(str(Path(name).expanduser()))
-        with torch.device("meta"):
-            model = model_factory(settings).from_config(settings)
-            seeing = images and leaves_tower_out(settings)
-            loaded = model_factory(settings, images=True).from_config(settings) if seeing else model
-        text = settings.get_text_config()
-        shapes = _cache_shapes(settings) if _keeps_keys(model) else []
-        kv_heads, head_dim = max(shapes, key=math.prod, default=(0, 0))
-        states, heads, columns = counted_states(model) if _keeps_keys(model) else (0, 0, 0)
+        built = _built(name, images=images)
     except Exception as error:  # the code of a model's class and its settings may raise anything
         raise CheckpointError(f"{key} is {name!r}, which is no readable model: check --{key}.") from error
+    settings, loaded = built.settings, built.loaded
+    text = settings.get_text_config()
     section = key.partition(".")[0]
     if section != "reward":  # whose processes have texts of their own
-        require_heads(heads, sequence_parallel_size)
-    shared = expert_parallel_size > 1
-    stacks = expert_stacks(model, expert_parallel_size, required=section == "actor") if shared else []
+        require_heads(built.states.heads, sequence_parallel_size)
+    divides_experts = expert_parallel_size > 1
+    stacks = expert_stacks(built.model, expert_parallel_size, required=section == "actor") if divides_experts else []
+    kv_heads, head_dim = max(built.cache_shapes, key=math.prod, default=(0, 0))
     embedding, head = loaded.get_input_embeddings().weight, loaded.get_output_embeddings()
     return ModelShape(
         parameters=sum(parameter.numel() for parameter in loaded.parameters()),
@@ -77,9 +71,44 @@ def model_shape(
         experts_per_token=getattr(text, "num_experts_per_tok", stacks[0].num_experts) if stacks else 0,  # all at most
         tied=head is not None and head.weight is embedding,
         stored=0 if settings.dtype is None else settings.dtype.itemsize,
-        attending=len(shapes) if states else None,
-        state_bytes=states,
-        columns=columns,
+        attending=len(built.cache_shapes) if built.states.nbytes else None,
+        state_bytes=built.states.nbytes,
+        columns=built.states.columns,
+    )
+
+
+@frozen(kw_only=True, eq=False)
+class _Built:
+    """A model without memory for its weights, and what a token costs in its layers."""
+
+    settings: Any
+    """Its `PretrainedConfig`."""
+    model: Any
+    """The language model."""
+    loaded: Any
+    """The model as the run loads it: `model`, or the one with the tower of images around it."""
+    cache_shapes: list[tuple[int, int]]
+    """(heads, width) of the keys and values of each layer that attends; none if the embedded engine keeps none."""
+    states: StateSizes
+    """The sizes of recurrent states; all 0 if the embedded engine keeps none."""
+
+
+def _built(name: str, *, images: bool) -> _Built:
+    """Builds a model from its configuration, on the meta device."""
+    from transformers import AutoConfig
+
+    settings = AutoConfig.from_pretrained(str(Path(name).expanduser()))
+    with torch.device("meta"):
+        model = model_factory(settings).from_config(settings)
+        sees = images and leaves_tower_out(settings)
+        loaded = model_factory(settings, images=True).from_config(settings) if sees else model
+    keeps_keys = _keeps_keys(model)
+    return _Built(
+        settings=settings,
+        model=model,
+        loaded=loaded,
+        cache_shapes=_cache_shapes(settings) if keeps_keys else [],
+        states=counted_states(model) if keeps_keys else StateSizes(),
     )
 
 
