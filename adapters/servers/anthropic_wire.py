@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from attrs import define, field
+
 from rollgrad.adapters.servers.content import content_of, text_of
 from rollgrad.adapters.servers.guard import HttpError, error_type
 from rollgrad.adapters.servers.sampling_fields import read_all, stops, temperature
@@ -177,42 +179,54 @@ def _messages(message: Any, index: int, names: dict[str, str]) -> list[Message]:
     role, content = message["role"], message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    parts: list[Any] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    results: list[Message] = []
+    blocks = _Blocks()
     for block in read(message, "content", list, []):
+        blocks.add(block, role, where, names)
+    converted: dict[str, Any] = {"role": role, "content": content_of(blocks.parts, f"{where}.content")}
+    if role != "assistant":
+        return [*blocks.results, *([converted] if blocks.parts or not blocks.results else [])]
+    if blocks.thoughts:
+        converted["reasoning_content"] = "".join(blocks.thoughts)
+    if blocks.calls:
+        converted["tool_calls"] = blocks.calls
+    return [converted]
+
+
+@define
+class _Blocks:
+    """The content blocks of a message, converted and sorted by what they are."""
+
+    parts: list[Any] = field(factory=list)
+    """Text and images."""
+    thoughts: list[str] = field(factory=list)
+    calls: list[dict[str, Any]] = field(factory=list)
+    results: list[Message] = field(factory=list)
+    """Results of tools, each a message."""
+
+    def add(self, block: Any, role: str, where: str, names: dict[str, str]) -> None:
+        """Converts a block of a message of `role`; `where` names the message in errors."""
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text" or (kind == "image" and role == "user"):
-            parts.append({**block, "text": read(block, "text", str, "")})
+            self.parts.append({**block, "text": read(block, "text", str, "")})
         elif kind == "document" and role == "user" and (text := _plain_text(block)) is not None:
-            parts.append({"type": "text", "text": text})
+            self.parts.append({"type": "text", "text": text})
         elif kind == "redacted_thinking":
-            continue  # which only the server that wrote it can read
+            pass  # only the server that wrote it can read it
         elif kind == "thinking":
-            thoughts.append(read(block, "thinking", str, ""))
+            self.thoughts.append(read(block, "thinking", str, ""))
         elif kind == "tool_use" and role == "assistant":
             use_id, name = read(block, "id", str, ""), read(block, "name", str, "")
             names[use_id] = name
-            calls.append(call_entry(use_id, name, arguments_of(block.get("input") or {})))
+            self.calls.append(call_entry(use_id, name, arguments_of(block.get("input") or {})))
         elif kind == "tool_result" and role == "user":
             use_id = read(block, "tool_use_id", str, "")
-            content = content_of(block.get("content"), f"{where}.content")
-            results.append({"role": "tool", "tool_call_id": use_id, "name": names.get(use_id, ""), "content": content})
+            result = {"role": "tool", "tool_call_id": use_id, "name": names.get(use_id, "")}
+            self.results.append({**result, "content": content_of(block.get("content"), f"{where}.content")})
         else:
             raise bad(
                 f"{where} has a block of type {kind!r}, but read are text (also as a document), images, thinking and "
                 "tool results, each in messages of its role."
             )
-    content = content_of(parts, f"{where}.content")
-    if role != "assistant":
-        return [*results, *([{"role": role, "content": content}] if parts or not results else [])]
-    reply: dict[str, Any] = {"role": role, "content": content}
-    if thoughts:
-        reply["reasoning_content"] = "".join(thoughts)
-    if calls:
-        reply["tool_calls"] = calls
-    return [reply]
 
 
 def _plain_text(document: Mapping[str, Any]) -> str | None:
