@@ -89,6 +89,20 @@ def loss_problems(run: DPORun) -> Iterator[str]:
         )
     elif dpo.loss_weights is not None and not any(dpo.loss_weights):
         yield "dpo.loss_weights are all 0, so that nothing is learned: raise one of --dpo.loss_weights."
+    yield from _option_problems(dpo, default)
+    yield from _weighing_problems(dpo)
+    if dpo.loss == (IMITATION,) and (dpo.beta, dpo.ld_alpha) != (default.beta, default.ld_alpha):
+        yield f"dpo.beta or dpo.ld_alpha is set, but the loss {IMITATION} compares no replies: leave them out."
+    yield from _moving_problems(run)
+    if run.ref.model_name_or_path is not None and not has_reference(dpo):
+        yield (
+            f"ref.model_name_or_path is {run.ref.model_name_or_path!r}, but {', '.join(dpo.loss)} compares with no "
+            "reference: leave --ref.model_name_or_path out, or change --dpo.loss."
+        )
+
+
+def _option_problems(dpo: PreferenceSettings, default: PreferenceSettings) -> Iterator[str]:
+    """Yields which options of losses no loss reads, and which one lacks."""
     used = {setting for name in dpo.loss if name != IMITATION for setting in PAIR_LOSSES[name].uses}
     for key in ("label_smoothing", "simpo_gamma", "discopop_tau"):
         if getattr(dpo, key) != getattr(default, key) and key not in used:
@@ -114,20 +128,16 @@ def loss_problems(run: DPORun) -> Iterator[str]:
             "dpo.loss has exo_pair, whose divergence is infinite for labels without doubt, but dpo.label_smoothing is "
             "0: set --dpo.label_smoothing, such as 0.001."
         )
+
+
+def _weighing_problems(dpo: PreferenceSettings) -> Iterator[str]:
+    """Yields the losses that pairs cannot be weighted in."""
     if dpo.wpo and dpo.loss == (IMITATION,):
         yield f"dpo.wpo weighs losses of pairs, but dpo.loss is {IMITATION} alone: leave --dpo.wpo out."
     if dpo.wpo and sorts_pairs(dpo):
         yield (
             f"dpo.wpo weighs pairs, but dpo.loss is {' '.join(dpo.loss)}, and aot and aot_unpaired compare replies of "
             "different pairs: leave --dpo.wpo out, or change --dpo.loss."
-        )
-    if dpo.loss == (IMITATION,) and (dpo.beta, dpo.ld_alpha) != (default.beta, default.ld_alpha):
-        yield f"dpo.beta or dpo.ld_alpha is set, but the loss {IMITATION} compares no replies: leave them out."
-    yield from _moving_problems(run)
-    if run.ref.model_name_or_path is not None and not has_reference(dpo):
-        yield (
-            f"ref.model_name_or_path is {run.ref.model_name_or_path!r}, but {', '.join(dpo.loss)} compares with no "
-            "reference: leave --ref.model_name_or_path out, or change --dpo.loss."
         )
 
 
