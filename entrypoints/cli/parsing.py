@@ -164,8 +164,9 @@ def _spelled(
         flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         positive = _positive(name, kinds)
-        if (optional := optionals.get(name)) is not None:
-            given = value if equals else words.pop(0) if words and not words[0].startswith("-") else None
+        if name in optionals:
+            optional = optionals[name]
+            given = value if equals else _taken_value(words)
             chosen = optional.alone if given is None else optional.words.get(given.lower())
             if chosen is not None:
                 spelled += [f"--{name}", chosen]
@@ -174,13 +175,10 @@ def _spelled(
                 wrong.append(
                     ConfigurationError(f"--{name} is {given!r}, but it takes {known}, or nothing: change --{name}.")
                 )
-        elif positive is not None and (optional := optionals.get(positive)) is not None:
-            spelled += [f"--{positive}", optional.negated]
-            has_word = bool(words) and not words[0].startswith("-")
-            if equals or has_word:
+        elif positive is not None and positive in optionals:
+            spelled += [f"--{positive}", optionals[positive].negated]
+            if equals or _taken_value(words) is not None:
                 wrong.append(ConfigurationError(f"--{name} takes no value: write --{positive} with one."))
-            if has_word and not equals:
-                words.pop(0)
         elif equals:
             spelled.append(f"--{name}={_canonical(value, kinds.get(name))}")
         else:
@@ -188,6 +186,11 @@ def _spelled(
             if words and not words[0].startswith("--"):
                 spelled.append(_canonical(words.pop(0), kinds.get(name)))
     return spelled, wrong
+
+
+def _taken_value(words: list[str]) -> str | None:
+    """Removes the first word and returns it, if there is one that is no flag."""
+    return words.pop(0) if words and not words[0].startswith("-") else None
 
 
 def parse_run(
