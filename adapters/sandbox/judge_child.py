@@ -86,7 +86,7 @@ def main() -> NoReturn:
 
 
 def serve(judge: Any, connection: int, null: int, request: dict[str, Any], space: int) -> NoReturn:
-    """Answers requests, one at a time."""
+    """Isolates this process, and answers requests, one at a time; `space` is its address space in bytes."""
     if request["walls"] == "namespaces":
         walls.end_with_parent()
     if request["walls"]:
@@ -94,31 +94,6 @@ def serve(judge: Any, connection: int, null: int, request: dict[str, Any], space
         walls.close_memory()
     if request["walls"] == "landlock":
         walls.read_only_files([*request["visible"], *walls.DEVICES])
-    bounds = {
-        **({resource.RLIMIT_AS: space + (request["memory_mb"] << 20)} if LINUX else {}),
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_NOFILE: FILES,
-        resource.RLIMIT_CORE: 0,
-    }
-
-    def fork() -> Judging:
-        asked, asking = os.pipe()
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(null, 2)
-            for descriptor in (connection, null, asking, reading):
-                os.close(descriptor)
-            if LINUX:
-                walls.end_with_parent()
-            walls.limit(bounds)
-            if request["walls"]:
-                syscalls.forbid(judged=True)
-            work(judge, asked, writing)
-        os.close(asked)
-        os.close(writing)
-        return Judging(pid, asking, reading)
-
     prepared: set[Any] = set()
     judging: Judging | None = None
     again = False
@@ -137,9 +112,36 @@ def serve(judge: Any, connection: int, null: int, request: dict[str, Any], space
         if judging is not None and not (again and judging.quiet()):
             judging.end()
             judging = None
-        judging = judging or fork()
+        judging = judging or fork(judge, connection, null, request, space)
         answer, again = judging.ask(question, request["seconds"], connection)
         os.write(connection, answer)
+
+
+def fork(judge: Any, connection: int, null: int, request: dict[str, Any], space: int) -> Judging:
+    """Starts a judging process; arguments as for `serve`."""
+    asked, asking = os.pipe()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(null, 2)
+        for descriptor in (connection, null, asking, reading):
+            os.close(descriptor)
+        if LINUX:
+            walls.end_with_parent()
+        walls.limit(
+            {
+                **({resource.RLIMIT_AS: space + (request["memory_mb"] << 20)} if LINUX else {}),
+                resource.RLIMIT_FSIZE: 0,
+                resource.RLIMIT_NOFILE: FILES,
+                resource.RLIMIT_CORE: 0,
+            }
+        )
+        if request["walls"]:
+            syscalls.forbid(judged=True)
+        work(judge, asked, writing)
+    os.close(asked)
+    os.close(writing)
+    return Judging(pid, asking, reading)
 
 
 def work(judge: Any, asked: int, writing: int) -> NoReturn:
