@@ -6,7 +6,7 @@ log-probs that the model with adapters gives; otherwise nothing is written. Noth
 
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,7 @@ def merge_lora(
     loaded, dequantised = _base_model(factory, base, config, load_in_4bit=load_in_4bit, reward_model=reward_model)
     inputs = _inputs(base, tokenizer, sees=getattr(loaded.config, "vision_config", None) is not None)
     wrapped = _with_adapters(loaded, adapter, config)
-    known = len(wrapped.get_input_embeddings().weight)
-    if (largest := max(int(arguments["input_ids"].max()) for arguments in inputs)) >= known:
-        raise CheckpointError(
-            f"The tokenizer of {place} makes the token {largest} of a text, but {base} has {known} tokens: name with "
-            "--model the model that the adapters were trained beside."
-        )
+    _require_tokens(wrapped, inputs, place, base)
     before = _scores(wrapped, inputs, reward_model=reward_model)
     own = dtype or loaded.dtype
     bound = max(TOLERANCES.get(form, TOLERANCES[torch.float32]) for form in (own, loaded.dtype))
@@ -144,6 +139,20 @@ def merge_lora(
         reward_model=reward_model,
         tokenizer=place,
     )
+
+
+def _require_tokens(model: Any, inputs: Sequence[Mapping[str, Any]], place: str, base: str) -> None:
+    """Requires that a model knows all tokens of its inputs, which the tokenizer of `place` has made.
+
+    Raises:
+        CheckpointError: it knows fewer.
+    """
+    known = len(model.get_input_embeddings().weight)
+    if (largest := max(int(arguments["input_ids"].max()) for arguments in inputs)) >= known:
+        raise CheckpointError(
+            f"The tokenizer of {place} makes the token {largest} of a text, but {base} has {known} tokens: name with "
+            "--model the model that the adapters were trained beside."
+        )
 
 
 def _adapter_config(adapter: str) -> Any:
