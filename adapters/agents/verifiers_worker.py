@@ -162,6 +162,14 @@ class TaskEnvironment:
         finally:
             for name in keys:
                 del os.environ[name]
+        return self._judged(episode)
+
+    def _judged(self, episode: Any) -> dict[str, Any]:
+        """Returns the rewards and metrics of an episode that has been played, by agent if several learn.
+
+        Raises:
+            RuntimeError: the episode failed, nobody learns from it, or an agent that does has played twice.
+        """
         errors = [error for part in (episode, *episode.traces) for error in part.errors]
         if not episode.ok:
             raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed")
@@ -171,16 +179,16 @@ class TaskEnvironment:
             raise RuntimeError(
                 f"the agents {', '.join(names) or '(none)'} learn from the episode, but each that does plays once in it"
             )
-        found = {}
+        judged = {}
         for name, trace in zip(names, learning, strict=True):
             parts = {**trace.rewards, **trace.metrics}
-            found[name] = scored(trace.reward, {name: getattr(part, "value", part) for name, part in parts.items()})
+            judged[name] = scored(trace.reward, {key: getattr(part, "value", part) for key, part in parts.items()})
         if len(self._learning) < 2:
-            return found[names[0]]
+            return judged[names[0]]
         return {
-            "rewards": {name: said["reward"] for name, said in found.items()},
+            "rewards": {name: own["reward"] for name, own in judged.items()},
             "metrics": {
-                f"{name}_{key}": value for name, said in found.items() for key, value in said["metrics"].items()
+                f"{name}_{key}": value for name, own in judged.items() for key, value in own["metrics"].items()
             },
         }
 
