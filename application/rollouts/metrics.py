@@ -35,7 +35,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
     count = len(samples)
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [sum(t.action_length for t in sample) for sample in samples]
-    scored = [group.scores for group in groups if group.trajectories]
+    scores = [group.scores for group in groups if group.trajectories]
     metrics = _summary(groups) | {
         "reward/min": min(rewards),
         "reward/max": max(rewards),
@@ -43,17 +43,17 @@ def rollout_metrics(groups: Sequence[RolloutGroup], pass_threshold: float) -> di
         "rollout/entropy": sampled_entropy(trajectories),
         "rollout/response_length_max": float(max(lengths)),
         "rollout/truncated_share": sum(any(t.stop_reason.truncated for t in s) for s in samples) / count,
-        "rollout/group_std_mean": sum(statistics.pstdev(s) for s in scored) / len(scored),
-        "rollout/all_passed_share": sum(reaches(min(s), pass_threshold) for s in scored) / len(scored),
-        "rollout/all_failed_share": sum(not reaches(max(s), pass_threshold) for s in scored) / len(scored),
+        "rollout/group_std_mean": sum(statistics.pstdev(own) for own in scores) / len(scores),
+        "rollout/all_passed_share": sum(reaches(min(own), pass_threshold) for own in scores) / len(scores),
+        "rollout/all_failed_share": sum(not reaches(max(own), pass_threshold) for own in scores) / len(scores),
         "rollout/duplicate_share": 1 - sum(_different(group) for group in groups) / count,
     }
     if min(rewards) < max(rewards) and min(lengths) < max(lengths):
         with suppress(ArithmeticError, statistics.StatisticsError):  # squares of differences are too small or large
             metrics["rollout/reward_length_correlation"] = statistics.correlation(rewards, [float(n) for n in lengths])
+    passes = [reaches(sample[0].score, pass_threshold) for sample in samples]
     for name, passed in (("passed", True), ("failed", False)):
-        pairs = zip(samples, lengths, strict=True)
-        chosen = [length for sample, length in pairs if reaches(sample[0].score, pass_threshold) is passed]
+        chosen = [length for length, own in zip(lengths, passes, strict=True) if own is passed]
         if chosen:
             metrics[f"rollout/response_length_{name}"] = sum(chosen) / len(chosen)
     metrics |= _apart(groups, lambda group: group.prompt.datasource)
