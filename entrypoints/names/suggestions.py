@@ -90,7 +90,7 @@ VERL_ROOTS = frozenset(
         *("global_profiler", "ray_kwargs", "ray_init", "transfer_queue"),
     }
 )
-"""Sections of verl's trainers that no other tool has, and we neither: only the table answers their names."""
+"""Sections that only verl's trainers have: only the table of verl's names answers what is in them."""
 
 ALIKE = 0.82
 """Least similarity of a misspelt name: `lr_warmup_ration` is one, `learning_rate` (of anything here) is not."""
@@ -189,32 +189,41 @@ def advice(name: str, known: Collection[str]) -> str | None:
     other = OTHER_NAMES.get(name, verl_answer(name))
     if other is not None and other in known:
         return other
-    if name.partition(".")[0] in VERL_ROOTS and "train.seed" in known:
+    trains, serves_agents = "train.seed" in known, "drain_seconds" in known
+    if trains and name.partition(".")[0] in VERL_ROOTS:
         return other
-    if "drain_seconds" in known and name in VLLM_SERVE:
+    if serves_agents and name in VLLM_SERVE:
         return VLLM_SERVE[name]
-    if not any("." in candidate for candidate in known):  # a command that trains nothing, which no sentence is about
+    has_sections = any("." in candidate for candidate in known)
+    if not has_sections:  # a command that trains nothing, which no sentence is about
         same = (other or "").split(".")[-1]
         return same if same in known else nearest(name, known)
-    named = [candidate for candidate in known if candidate.split(".")[-1] == name]
-    if len(named) == 1:
-        return named[0]
+    return _setting_advice(name, other, known)
+
+
+def _setting_advice(name: str, other: str | None, known: Collection[str]) -> str | None:
+    """Returns `advice` among settings with sections; `other` is what tables of other tools say of the name."""
+    same_last = [candidate for candidate in known if candidate.split(".")[-1] == name]
+    if len(same_last) == 1:
+        return same_last[0]
     if other is not None and " " in other:
         return other
     translated = openrlhf_name(name, known)
     if translated is not None:
         return translated
-    if 1 < len(named) <= MOST_CANDIDATES:
-        return ",".join(named)
+    if 1 < len(same_last) <= MOST_CANDIDATES:
+        return ",".join(same_last)
     section, _, last = name.rpartition(".")
-    elsewhere = last in OTHER_NAMES and not any(candidate.endswith(f".{last}") for candidate in known)
-    similar = [] if elsewhere else difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
+    means_another = last in OTHER_NAMES and not any(candidate.endswith(f".{last}") for candidate in known)
+    similar = [] if means_another else difflib.get_close_matches(name, known, n=1, cutoff=ALIKE)
     if similar:
         return similar[0]
     if name.startswith(BROUGHT) and "algo.extension_path" in known:
         return BY_EXTENSION
     found = advice(last, known) if section else None
-    return found if found is None or section.split(".")[0] not in APART else _in_section(found, section, known)
+    if found is None or section.split(".")[0] not in APART:
+        return found
+    return _in_section(found, section, known)
 
 
 def _in_section(found: str, section: str, known: Collection[str]) -> str | None:
