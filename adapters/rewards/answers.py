@@ -51,35 +51,13 @@ class RewardParser:
                 "with names are a mapping below it, {'rewards': {NAME: [one number for each reply]}}."
             )
         parts = self._parts(answer["rewards"], count)
-        if parts:
-            weights = self._weights or dict.fromkeys(parts, 1.0)
-            values = [
-                math.fsum(weights[name] * numbers[index] for name, numbers in parts.items()) for index in range(count)
-            ]
-        else:
-            values = self._numbers(answer["rewards"], "rewards", count)
+        values = self._sums(parts, count) if parts else self._numbers(answer["rewards"], "rewards", count)
         given_scores = answer.get("scores")
         scores = values if given_scores is None else self._numbers(given_scores, "scores", count)
-        errors = {
-            index: RewardError(
-                f"{self._name} returned the {what} {number} for reply {index} of {count}: each must be a finite number."
-            )
-            for what, numbers in (("score", scores), ("reward", values))
-            for index, number in enumerate(numbers)
-            if not math.isfinite(number)
-        }
+        errors = self._not_finite("score", scores) | self._not_finite("reward", values)
         answers = self._texts(answer.get("answers"), "answers", count)
         feedback = self._texts(answer.get("feedback"), "feedback", count)
-        given_logs = answer.get("extra_logs")
-        if not isinstance(given_logs, Mapping | None):
-            raise RewardError(
-                f"{self._name} returned extra_logs that are no mapping ({shown(given_logs)}): return a mapping from "
-                "names to numbers, one each or one for all replies."
-            )
-        logs = {
-            str(key): self._numbers(value, f"extra_logs[{key!r}]", count, broadcast=True)
-            for key, value in (given_logs or {}).items()
-        }
+        logs = self._logs(answer.get("extra_logs"), count)
         return [
             errors.get(index)
             or Reward(
@@ -92,6 +70,34 @@ class RewardParser:
             )
             for index, (value, score) in enumerate(zip(values, scores, strict=True))
         ]
+
+    def _sums(self, parts: Mapping[str, Sequence[float]], count: int) -> list[float]:
+        """Returns the weighted sum of the named rewards of each reply."""
+        weights = self._weights or dict.fromkeys(parts, 1.0)
+        return [math.fsum(weights[name] * numbers[index] for name, numbers in parts.items()) for index in range(count)]
+
+    def _not_finite(self, what: str, numbers: Sequence[float]) -> dict[int, RewardError]:
+        """Returns an error for each reply whose number is not finite."""
+        return {
+            index: RewardError(
+                f"{self._name} returned the {what} {number} for reply {index} of {len(numbers)}: each must be a finite "
+                "number."
+            )
+            for index, number in enumerate(numbers)
+            if not math.isfinite(number)
+        }
+
+    def _logs(self, given: Any, count: int) -> dict[str, list[float]]:
+        """Returns the numbers of `extra_logs` for each reply, by their names."""
+        if not isinstance(given, Mapping | None):
+            raise RewardError(
+                f"{self._name} returned extra_logs that are no mapping ({shown(given)}): return a mapping from names "
+                "to numbers, one each or one for all replies."
+            )
+        return {
+            str(key): self._numbers(value, f"extra_logs[{key!r}]", count, broadcast=True)
+            for key, value in (given or {}).items()
+        }
 
     def _parts(self, rewards: Any, count: int) -> dict[str, list[float]]:
         """Returns the named rewards, empty if they have no names."""
