@@ -98,29 +98,7 @@ class ServedAgentExecutor(AgentExecutor):
             return request.unjudged(error)
         except (EngineError, DataError) as error:
             return request.failure(FailureKind.INFRASTRUCTURE, str(error))
-        ledger = session.ledger
-        for role in ledger.roles:
-            ledger.reward_last(result.rewards.get(role, reward.value), role)
-        answered = result.answer is not None or result.reward is not None or bool(result.rewards)
-        if not answered and ledger.latest().stop_reason.truncated:  # the last reply is the answer, and was cut off
-            stop_reason = ledger.latest().stop_reason
-        return ledger.trajectories(
-            group_id=request.group_id,
-            sample_id=request.sample_id,
-            stop_reason=session.stopped or stop_reason,
-            score=reward.score,
-            metrics={
-                "turns": float(ledger.turns - ledger.dropped),
-                **({"dropped_turns": float(ledger.dropped)} if ledger.dropped else {}),
-                "branches": float(ledger.branches),
-                **({"unlearned_turns": float(session.unlearned.count)} if session.unlearned.count else {}),
-                **result.metrics,
-                **reward.metrics,
-            },
-            reward_parts=reward.parts,
-            answer=reward.answer,
-            feedback=reward.feedback,
-        )
+        return _trajectories(session, request, result, reward, stop_reason)
 
     def _why_none(self, session: RecordedSession, stop_reason: StopReason) -> str:
         """Returns the end of a sentence about an agent that got no reply: why."""
@@ -154,6 +132,35 @@ class ServedAgentExecutor(AgentExecutor):
                 images=latest.images,
             )
         return await judged(self._rewards, question)
+
+
+def _trajectories(
+    session: RecordedSession, request: EpisodeRequest, result: AgentResult, reward: Reward, stop_reason: StopReason
+) -> list[Trajectory]:
+    """Returns the trajectories of a session with their rewards; of several roles each has its own."""
+    ledger = session.ledger
+    for role in ledger.roles:
+        ledger.reward_last(result.rewards.get(role, reward.value), role)
+    answered = result.answer is not None or result.reward is not None or bool(result.rewards)
+    if not answered and ledger.latest().stop_reason.truncated:  # the last reply is the answer, and was cut off
+        stop_reason = ledger.latest().stop_reason
+    return ledger.trajectories(
+        group_id=request.group_id,
+        sample_id=request.sample_id,
+        stop_reason=session.stopped or stop_reason,
+        score=reward.score,
+        metrics={
+            "turns": float(ledger.turns - ledger.dropped),
+            **({"dropped_turns": float(ledger.dropped)} if ledger.dropped else {}),
+            "branches": float(ledger.branches),
+            **({"unlearned_turns": float(session.unlearned.count)} if session.unlearned.count else {}),
+            **result.metrics,
+            **reward.metrics,
+        },
+        reward_parts=reward.parts,
+        answer=reward.answer,
+        feedback=reward.feedback,
+    )
 
 
 def _checked(result: Any) -> AgentResult:
