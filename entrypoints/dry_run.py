@@ -372,7 +372,7 @@ def _mib(count: int) -> str:
 
 
 def counts(config: RLConfig, prompts: int) -> str:
-    """Returns the counts of a run over so many prompts as a sentence."""
+    """Returns the counts of a run over `prompts` prompts as a sentence."""
     rollout = config.rollout
     rollouts = config.train.max_steps or math.ceil(config.train.num_episodes * prompts / rollout.batch_size)
     steps = optimizer_steps_per_rollout(config)

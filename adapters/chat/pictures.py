@@ -92,7 +92,7 @@ class ImageRenderer:
         return RenderedImage(image=Image(digest=digest, data=data, tensors=tensors), text=replacement["replacement"])
 
     def check_count(self, images: int) -> None:
-        """Checks that a text may have so many images, each of which is rendered by itself.
+        """Checks that a text may have `images` images, each of which is rendered by itself.
 
         Raises:
             ImageError: it has several, which the processor renders in another way than one that is alone.

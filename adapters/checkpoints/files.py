@@ -157,8 +157,8 @@ def is_full(error: BaseException) -> bool:
 
 
 def lack_of(size: int | None, directory: Path) -> int | None:
-    """Returns the bytes that a disk lacks for so many in a directory; None where that is not known: the size is not, or
-    the disk seems to have room for it, as one does whose user has a quota."""
+    """Returns how many bytes too few a directory's disk has for `size` bytes; None where that is not known: the size is
+    not, or the disk seems to have room, as it does where its user has a quota."""
     if size is None:
         return None
     disk = os.statvfs(directory)

@@ -66,8 +66,8 @@ class LocalCheckpointStore(CheckpointStore):
 
     `keep_states` training states are kept, `keep_models` models called step_N (None: all), and of these as many as
     together have `keep_models_gib` (None: all), but the newest in any case. Where a checkpoint finds `output_dir`'s
-    disk full, it is written again after `spare` has made room of so many bytes or, where the lack is not known (None),
-    has removed what it may but for a share of it; `spare` returns whether it has.
+    disk full, it is written again after `spare` has made room: of as many bytes as it is called with or, where they are
+    not known (None), of all that it may remove but for a share of it. `spare` returns whether it has.
 
     Raises:
         CheckpointError: a directory cannot be made or written.

@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 CHUNK_ROWS = 256
 CHUNK_SECONDS = 1.0
-"""A chunk is on the disk when it has so many rows, or after so long: that much is sampled again after a kill."""
+"""Rows and seconds after which a chunk is on the disk: one of them at most is sampled again after a kill."""
 PIECE = 2**20
 """Bytes written at once, which every system takes whole while there is room."""
 

@@ -107,7 +107,7 @@ def _environment_of(found: Any, path: str) -> AgentFile:
 
 
 def _takes(function: Any, count: int) -> bool:
-    """Returns whether a function can be called with so many arguments by position; True for one without a signature."""
+    """Returns whether a function can be called with `count` arguments by position; True for one without a signature."""
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:

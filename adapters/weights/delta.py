@@ -41,7 +41,7 @@ MOST_CHANGED = 0.25
 of the processor's time than one of a whole tensor."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Number formats in which elements of so many bytes are compared: zeros of both signs differ, and a NaN equals itself.
+"""Number formats in which elements are compared, by their bytes: zeros of both signs differ, and a NaN equals itself.
 """
 
 

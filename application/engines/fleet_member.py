@@ -63,7 +63,7 @@ def engine_task(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 async def end_member(member: FleetMember, number: int, seconds: float) -> None:
-    """Closes a member that is not used any more; one that does not close in so many seconds is abandoned."""
+    """Closes a member that is not used any more; one that does not close within `seconds` is abandoned."""
     try:
         async with asyncio.timeout(seconds):
             await member.close()

@@ -88,7 +88,7 @@ class Listening:
             self._heard.append((_stretches(batch), kept, clipped_N))
 
     def columns(self, tokens: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns log-probs and entropies of a batch of so many tokens, NaN where none were heard, and which tokens
+        """Returns log-probs and entropies of a batch of `tokens` tokens, NaN where none were heard, and which tokens
         were clipped, as they were heard last; None if nothing was heard at all."""
         if not self._heard:
             return None, None, None
@@ -131,8 +131,8 @@ class UpdateService:
         learn: chooses those at which the policy loss counts, or None for all.
         mask_truncated: leave rollouts that were cut off out of the steps of policy and critic. An update whose rollouts
             were all cut off takes no step.
-        mask_repetition: leave those out as well that have so many sampled tokens in a row of which the policy was
-            certain (`repeats`); None leaves none out.
+        mask_repetition: number of sampled tokens in a row of which the policy was certain (`repeats`) that leave a
+            rollout out as well; None leaves none out.
         pass_threshold: score from which a reply's likelihood is raised, for losses with such a term.
     """
 

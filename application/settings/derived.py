@@ -42,12 +42,12 @@ def optimizer_steps_per_rollout(config: RLConfig) -> int:
 
 
 def optimizer_steps(config: RLConfig, rollouts: int) -> int:
-    """Optimizer steps in so many rollouts."""
+    """Returns the number of optimizer steps in `rollouts`."""
     return rollouts * optimizer_steps_per_rollout(config)
 
 
 def optimizer_steps_of_actor(config: RLConfig, rollouts: int) -> int:
-    """Optimizer steps of the actor in so many rollouts: it is frozen while the critic warms up."""
+    """Returns the number of optimizer steps of the actor in `rollouts`: it is frozen while the critic warms up."""
     return optimizer_steps(config, rollouts - config.critic.freezing_steps)
 
 

@@ -135,7 +135,7 @@ def shortages(rows: Sequence[RoleMemory], machine: Machine) -> Iterator[str]:
 
 
 def _at_once(rows: Iterable[tuple[RoleMemory, int]]) -> int:
-    """Bytes of so many processes of each role in one memory."""
+    """Returns the bytes that are in one memory at once, for rows of a role and the number of its processes there."""
     always, passes, turns, resting = 0, [0], 0, 0
     for row, count in rows:
         always += count * (row.kept - row.rests)

@@ -93,8 +93,8 @@ def offloaded_bytes(config: RLConfig, shape: ModelShape, tokens: int, compute_by
 def scoring_bytes(
     config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, *, prompts: bool = False
 ) -> int:
-    """Returns what a pass of so many tokens without gradients holds at its peak, the output embedding left out; of
-    `prompts` or of whole sequences."""
+    """Returns the bytes that a pass of `tokens` without gradients holds at its peak, the output embedding left out;
+    of `prompts` or of whole sequences."""
     of_layer = _activations_per_hidden(config)
     if shape.passes is None:
         return math.ceil(tokens * shape.hidden * of_layer * compute_bytes)
@@ -117,7 +117,7 @@ def repeated_bytes(
 def exchanged_bytes(
     config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, *, trained: bool = False
 ) -> int:
-    """Returns what a pass over so many of a process's own tokens holds for other processes of the same sequence
+    """Returns the bytes that a pass over `tokens` of a process's own holds for other processes of the same sequence
     (`adapters.models.torch.layers.sequence_parallel`).
 
     The layer that computes has `EXCHANGED` copies: of the tokens' queries, keys and values and of the keys and values
@@ -140,7 +140,7 @@ def exchanged_bytes(
 def head_bytes(
     config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int, gpu: int, *, gradients: bool = False
 ) -> int:
-    """Returns what the output embedding holds at its peak, in a pass of so many tokens.
+    """Returns the bytes that the output embedding holds at its peak, in a pass of `tokens` tokens.
 
     That is a slice of logits with what is computed of it (`adapters.models.torch.heads.chunked_logprobs`). A model that
     is trained adds the gradient of the output embedding: a float32 sum, a product and, in another format, the sum in
@@ -182,7 +182,7 @@ def _may_prescribe(config: RLConfig) -> bool:
 
 
 def _actions_of(config: RLConfig, tokens: int, prescribed: bool) -> int:
-    """Returns how many of so many tokens may be action tokens."""
+    """Returns how many of `tokens` may be action tokens."""
     # An agent's replies may be nearly all of its tokens; those to one prompt follow one copy of it.
     replies = config.rollout.n_samples_per_prompt * config.rollout.max_new_tokens
     share = 1.0 if prescribed or config.agent.plays else replies / group_tokens(config)

@@ -33,9 +33,9 @@ def pass_tokens(
     trained: bool = False,
     told: int = 0,
 ) -> PassTokens:
-    """Returns the tokens that one process passes over at a time: one of so many `parts` of a micro-batch of `budget`
-    tokens, whose size goes by the actor's processes, or groups of those that share layers, and at least its part of the
-    longest sequence.
+    """Returns the tokens that one process passes over at a time: one of `parts` parts of a micro-batch, and at least
+    its part of the longest sequence. The size of a micro-batch goes by the actor's processes, or by groups of them that
+    share layers.
 
     Args:
         config: of the run.

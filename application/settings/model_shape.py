@@ -36,7 +36,7 @@ class PassMemory:
 
 
 def bytes_of_pass(points: Points, tokens: float) -> int:
-    """Returns what a pass of so many tokens holds. It grows by the token between two points, and after the last as
+    """Returns the bytes that a pass of `tokens` tokens holds: linear between two points, and after the last point as
     between the last two. A peak is the largest of several such lines, so that between points no pass holds more."""
     index = min(sum(tokens > measured for measured, _ in points[:-1]), len(points) - 1)
     (few, least), (many, most) = points[max(0, index - 1)], points[max(1, index)]
@@ -108,7 +108,7 @@ class ModelShape:
         return others * compute_bytes + math.ceil(self.quantised * QUANTISED_BITS / 8)
 
     def loading(self, compute_bytes: int, processes: int) -> int:
-        """Bytes of the machine's memory that each of so many processes needs to load the model for a GPU.
+        """Returns the bytes of the machine's memory that each of `processes` needs to load the model for a GPU.
 
         Of a divided model that is the process's share, and the largest part that is put together. Of a whole one it is
         all of it if its numbers are converted; else nothing, because there are only pages of files, which the system

@@ -5,8 +5,13 @@ from typing import Any
 
 
 def moving_problems(run: Any, section: str, steps: int) -> Iterator[str]:
-    """Yields what a reference does not go with that moves after so many optimizer steps, as `section` of the settings
-    says, whatever it is compared by."""
+    """Yields the settings that exclude a reference that moves.
+
+    Args:
+        run: the settings.
+        section: where its `ref_sync_steps` is set.
+        steps: optimizer steps after which it moves.
+    """
     flag = f"{section}.ref_sync_steps"
     if run.ref.model_name_or_path is not None:
         yield (

@@ -289,8 +289,8 @@ def least_possible(pieces: Sequence[Piece], parts: int) -> int:
 
 def padded_passes(batch: PackedBatch, max_tokens: int, shares: int) -> list[list[list[int]]]:
     """Returns the sequences of each share of each pass of a model that computes them side by side: of similar lengths,
-    the longest first. Each share has at most `max_tokens` tokens, padding included, or one unit; the largest is as
-    small as so many passes let it be."""
+    the longest first. Each share has at most `max_tokens` tokens, padding included, or one unit. Passes are
+    as few as that allows, and the largest share is as small as their number allows."""
     lengths: list[int] = batch.lengths_S.tolist()
     units = _members(range(len(batch)) if batch.units_divisible else batch.unit_ids_S.tolist())
     ordered = sorted(units, key=lambda unit: max(lengths[s] for s in unit), reverse=True)

@@ -17,7 +17,7 @@ from rollgrad.domain.batches.prefixes import shared_prefixes
 
 
 def sequences_of_shares(batch: PackedBatch, parts: int) -> list[Tensor]:
-    """Returns the indices of the sequences of each part, as was planned for so many (`PackedBatch.shares`), or else by
+    """Returns the indices of the sequences of each of `parts` parts, as was planned (`PackedBatch.shares`), or else by
     distinct tokens. Units stay whole, but for those with more than a fair share of the tokens whose sequences no loss
     compares."""
     if batch.shares_S is not None and batch.shares == parts:

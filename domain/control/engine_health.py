@@ -45,9 +45,9 @@ class Death(StrEnum):
 
 
 NEAR_SHARE, NEAR_REQUESTS = 1.5, 8
-"""An engine gets a request whose beginning it has computed, unless it has more requests than so many times the fewest
-of an engine, plus so many. An engine decodes a few more sequences in almost the same time, while another one would have
-to compute all of the earlier turns again."""
+"""With n requests at the engine that has the fewest, a request goes to the engine that has computed its beginning if
+that one has at most NEAR_SHARE * n + NEAR_REQUESTS. An engine decodes a few more sequences in almost the same time,
+while another one would have to compute all of the earlier turns again."""
 
 ALIVE = frozenset({EngineState.HEALTHY, EngineState.SUSPECT, EngineState.STALE})
 """States of engines that can be talked to."""

@@ -48,7 +48,7 @@ class PlacedImage:
     stop: int
 
     def moved(self, tokens: int) -> "PlacedImage":
-        """Returns the image so many tokens later."""
+        """Returns the image `tokens` later in its sequence."""
         return evolve(self, start=self.start + tokens, stop=self.stop + tokens)
 
 

@@ -21,7 +21,7 @@ class RoutedTokens:
 
 
 def experts_type(experts: int) -> torch.dtype:
-    """Returns the type of the numbers of so many experts."""
+    """Returns the number format in which the numbers of `experts` experts are kept."""
     return torch.uint8 if experts < torch.iinfo(torch.uint8).max else torch.int16
 
 

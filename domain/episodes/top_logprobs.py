@@ -68,5 +68,5 @@ def end_to_end(parts: Sequence[Sequence[Sequence[tuple[int, float]]]]) -> TopLog
 
 
 def unsaid(length: int) -> TopLogprobs:
-    """Returns so many places of which nobody said which tokens are the likeliest."""
+    """Returns `length` places whose likeliest tokens are not known."""
     return TopLogprobs(torch.zeros(length, 0, dtype=torch.int32), torch.zeros(length, 0))

@@ -55,8 +55,9 @@ def trainer_kind(config: Any) -> str:
 
 
 def make_schedule(config: Any, steps: int, held_out: object, *first: object) -> Schedule:
-    """Returns the schedule of a run of so many steps. What comes `first` is made by then, though not read: wrong data
-    are refused before a model is loaded. So is what is `held_out`, whose rows are a part of what is measured."""
+    """Returns the schedule of a run of `steps` steps. Objects in `first` are not read: that they are arguments has them
+    made before, so that wrong data are refused before a model is loaded. So has `held_out`, whose rows are a part of
+    what is measured."""
     ckpt, measured = config.ckpt, {name: value for name, value in asdict(config.eval).items() if name != "steps"}
     if isinstance(held_out, list) and held_out and isinstance(held_out[0], Prompt):
         measured[ROWS] = rows_fingerprint(held_out, named=False)

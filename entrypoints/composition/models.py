@@ -93,8 +93,8 @@ def averaging(train: TrainConfig) -> Mapping[str, Any]:
 
 
 def following(steps: int, mixup: float) -> Mapping[str, Any]:
-    """Returns those of an average that is a reference: after every so many optimizer steps the share `mixup` of it is
-    the actor's weights, and it is not saved beside them."""
+    """Returns the optimizer's settings of an average that is a reference: every `steps` optimizer steps it takes the
+    share `mixup` of the actor's weights, and it is not saved beside them."""
     return {"ema_beta": 1 - mixup, "ema_every": steps, "ema_saved": False}
 
 

@@ -129,7 +129,7 @@ class RunView:
 
     def metrics(self, since: int = 0, names: Sequence[str] = (), points: int = 0) -> dict[str, Any]:
         """Returns series of metrics: those of later steps than `since`, by default all, and of `names`, by default
-        all; of each at most about so many `points`, 0 for all."""
+        all; of each about `points` at most, 0 for all."""
         logged = self._logged()
         series = {}
         for name in names or logged.series:

@@ -23,7 +23,7 @@ BLOCK = CACHE_BLOCK
 
 
 def blocks_of(tokens: int) -> int:
-    """Returns the number of blocks that so many tokens take."""
+    """Returns the number of blocks that `tokens` tokens take."""
     return -(-tokens // BLOCK)
 
 

@@ -84,7 +84,7 @@ class Row:
                 self.refusal = error
 
     def too_long(self, held: int, block_bytes: int) -> ConfigurationError:
-        """Returns the reason why it never begins in a cache of `held` blocks of so many bytes."""
+        """Returns the reason why it never begins in a cache of `held` blocks of `block_bytes` each."""
         return ConfigurationError(
             f"A prompt of {len(self.request.prompt_token_ids)} tokens plus {self.request.params.max_new_tokens} new "
             f"ones takes {self.blocks * block_bytes / 2**30:.2f} GiB of keys and values, but the engine's share of the "

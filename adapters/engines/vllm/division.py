@@ -61,8 +61,8 @@ def division_problems(
 
 
 def _rules(text: Any, *, experts_divided: bool) -> Iterator[tuple[str, Callable[[int], bool]]]:
-    """Yields what vLLM divides, and whether it can be divided over so many processes; `experts_divided`: also what is
-    in each expert, not the experts alone."""
+    """Yields each thing that vLLM divides, and a function that says whether it can be divided over a number of
+    processes; with `experts_divided` also what is in each expert, not the experts alone."""
     heads = _number(text, "num_attention_heads")
     if heads:
         yield f"{heads} attention heads", lambda size: heads % size == 0

@@ -200,8 +200,8 @@ def _for_a_cpu(
 
 
 def _cache_bytes(model: Any, sequences: int) -> int:
-    """Returns the bytes of keys and values of so many sequences of the greatest length, CPU_CACHE_BYTES at most,
-    because vLLM writes to all of it at its start."""
+    """Returns the bytes of keys and values of `sequences` sequences of the greatest length, CPU_CACHE_BYTES at most,
+    because vLLM writes to all of them at its start."""
     layers, heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     token = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
     wanted = sequences * (model.max_model_len + CACHE_BLOCK) * token

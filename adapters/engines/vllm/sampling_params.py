@@ -32,8 +32,14 @@ def plain_parameters(request: GenerationRequest, eos_token_ids: frozenset[int]) 
 
 
 def parameters(request: GenerationRequest, eos_token_ids: frozenset[int], vocabulary: int, *, streamed: bool) -> Any:
-    """Returns vLLM's `SamplingParams` for a model with so many tokens, more of which it would not look for; outputs are
-    whole replies, or, if `streamed`, their parts as they come."""
+    """Returns vLLM's `SamplingParams`.
+
+    Args:
+        request: what is asked for.
+        eos_token_ids: tokens that end a reply.
+        vocabulary: number of the model's tokens, beyond which vLLM looks for none.
+        streamed: whether outputs are parts of a reply as they come, not whole replies.
+    """
     from vllm import SamplingParams as Params
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 

@@ -187,7 +187,13 @@ class _Whole:
         }
 
     def sent(self, sequences: Sequence[int], counts: Sequence[int], fillers: Sequence[int]) -> SentBatch:
-        """Returns a process's batch as it travels, whose sequences are passes of so many and so many fillers each."""
+        """Returns a process's batch as it travels.
+
+        Args:
+            sequences: indices of its sequences, pass by pass.
+            counts: number of sequences of each pass.
+            fillers: number of fillers of each pass.
+        """
         batch = self.batch
         index_S = torch.as_tensor(sequences, dtype=torch.int64)
         runs = batch.runs(index_S)
@@ -201,12 +207,12 @@ class _Whole:
                 columns[name] = _joined(column, runs, np.int32)
             elif (changes := self._changes.get(name)) is not None:
                 columns[name] = _stretches(column, changes, runs)
-            elif name not in OF_ACTIONS and (column.dtype.kind != "f" or column.ndim > 1):
-                columns[name] = _joined(column, runs)
-            else:
+            elif name in OF_ACTIONS or (column.dtype.kind == "f" and column.ndim == 1):
                 columns[name] = _at_actions(name, _joined(column, runs)[mask], actions)
-        others = {f.name: getattr(batch, f.name) for f in fields(type(batch)) if f.name != "images_S"}
-        plain = {name: value for name, value in others.items() if not isinstance(value, Tensor)}
+            else:
+                columns[name] = _joined(column, runs)
+        values = {f.name: getattr(batch, f.name) for f in fields(type(batch)) if f.name != "images_S"}
+        plain = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
         plain |= {
             name: tuple(column[sequence] for sequence in sequences) for name, column in batch.rows() if name in plain
         }
@@ -260,7 +266,7 @@ def _at_actions(name: str, values_A: Array, actions: dict[str, Array]) -> AtActi
 
 
 def divided(passes: Passes[Any], parts: int) -> list[SentBatch]:
-    """Returns the part of each process, planned for so many. A pass of which a process has no sequence is filled, and
+    """Returns the part of each of `parts` processes. A pass of which a process has no sequence is filled, and
     so is one without images if the batch has any: the layers that images go through, where processes divide them,
     compute in all of them or in none."""
     batch, whole, found = passes.whole, _Whole(passes.whole), []

@@ -189,7 +189,7 @@ class PackedLM(nn.Module):
         self, batch: PackedBatch, routing: bool = False, top_k: int = 0, size: int | None = None
     ) -> tuple[Tensor, ...]:
         """Returns the log-probs and entropies of the action tokens, with `routing` also the routers' counts; with
-        `top_k` the tokens that are most likely in their places, so many of the first `size` of the vocabulary."""
+        `top_k` the `top_k` likeliest tokens at their places, of the first `size` of the vocabulary."""
         rows = action_hidden(self.model, batch, self.group, routing=routing, back=self._back)
         if top_k:
             return self._likely(rows, top_k, size)

@@ -34,7 +34,7 @@ class StepTokens:
             self._step = None
 
     def following(self, tokens: int, find: Callable[[PackedBatch, int], Tensor]) -> Tensor | None:
-        """Returns the rows of the next pass, of so many tokens; None outside of a step.
+        """Returns the rows of the next pass, which has `tokens` tokens; None outside of a step.
 
         Args:
             tokens: those of the pass, padding included.

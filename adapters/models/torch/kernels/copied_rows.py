@@ -40,7 +40,7 @@ class CopiedRows:
         return copied
 
     def gradient(self, places_K: Tensor, rows: int) -> Tensor:
-        """Returns the gradient [M, ..] of so many rows from that of places [K, ..]."""
+        """Returns the gradient [M, ..] at `rows` (M) rows from the gradient [K, ..] at places."""
         if rows not in self._bags:  # made in the first backward pass, for all layers
             self._bags[rows] = _bags(*self._given, rows, self.row_K.device)
         return self._bags[rows].sums(places_K.contiguous())

@@ -22,7 +22,8 @@ def moved(rows: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tenso
 def all_to_all(
     sent: Tensor, tokens: Sequence[int], received_tokens: Sequence[int], width: int, *, group: Any
 ) -> Tensor:
-    """Sends so many tokens of `width` numbers to each process of a group, and returns what they send, end to end."""
+    """Sends the rows of `tokens` tokens, `width` numbers each, to each process of a group; returns what they send, end
+    to end."""
     received = sent.new_empty(sum(received_tokens) * width)
     sizes, received_sizes = ([count * width for count in counts] for counts in (tokens, received_tokens))
     distributed.all_to_all_single(received, sent, received_sizes, sizes, group=group)

@@ -10,10 +10,10 @@ class ScoreForm:
 
     scaling: float
     window: int | None = None
-    """A query sees so many of the last keys up to itself; None: all."""
+    """Number of keys that a query sees, the last ones up to itself; None: all."""
     sinks_H: Tensor | None = None
     """For each query head the score of one more key, which all queries see and whose value is 0 (`sinks.py`)."""
     cap: float | None = None
     """Score s counts as cap * tanh(s / cap) (`capped.py`)."""
     chunk: int | None = None
-    """The scores of tokens in the chunks of so many before a query's own count as minus infinity."""
+    """Number of tokens in a chunk: scores of tokens in chunks before a query's own count as minus infinity."""

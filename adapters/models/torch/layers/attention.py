@@ -55,7 +55,7 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention", CHUNKED})
 @frozen
 class LayerMask:
     """Placeholder of a causal mask: each token sees the last `window` tokens up to itself, or all of them (None); in a
-    layer of type `CHUNKED`, those of its chunk of so many."""
+    layer of type `CHUNKED`, those of its chunk of `window` tokens."""
 
     window: int | None
 

@@ -123,7 +123,7 @@ def chunks(node: Node, size: int) -> Iterator[Node]:
 
 
 def _seen_parts(node: Node, window: int | None, queries: int) -> Iterator[Node]:
-    """Yields parts of so many queries of a node, with the keys that they see."""
+    """Yields parts of a node with `queries` queries each, with the keys that they see."""
     for begin in range(0, node.length, queries):
         first = 0 if window is None else max(0, node.prefix_length + begin - window + 1)
         yield node.part(begin, min(begin + queries, node.length), first)

@@ -49,7 +49,7 @@ def all_queries(layout: Layout) -> Queries:
 
 
 def queries_of(pieces: Sequence[Piece], tokens: int) -> Queries:
-    """Returns the queries of some pieces of a layout of so many tokens."""
+    """Returns the queries of some pieces of a layout of `tokens` tokens."""
     asking = tokens_of(pieces)
     others_M = torch.ones(tokens, dtype=torch.bool).index_fill(0, asking, False)
     token_M = torch.cat([asking, others_M.nonzero()[:, 0]])
@@ -78,8 +78,8 @@ def _spans(numbers_K: Tensor) -> tuple[Span, ...]:
 
 
 def divided(nodes: Sequence[Node], parts: int) -> list[list[Piece]]:
-    """Returns the pieces of each of so many parts, which are about equal in tokens and in keys that these see. Each has
-    at least 7/8 of its share of the tokens, less one."""
+    """Returns the pieces of each of `parts` parts, which are about equal in tokens and in the keys that these see. Each
+    has at least 7/8 of its share of the tokens, less one."""
     pieces: list[list[Piece]] = []
     for large in LARGE:
         pieces = _dealt(nodes, parts, large)

@@ -1,5 +1,5 @@
 """An exponential moving average of master weights: average <- beta x average + (1 - beta) x weight, after each step or
-each so many.
+every few steps.
 
 Invariants: it starts at the weights that training starts from; it is float32, in the CPU's memory, and divided as the
 masters are, so that keeping it sends nothing. Does not own: the masters, nor the weights that a model computes with.
@@ -17,7 +17,7 @@ STAGED = 2**24
 
 class MovingAverage:
     """Moving average of `masters`, float32 tensors on any device that stay the same objects; `beta` is its decay, which
-    is applied after every so many steps."""
+    is applied after each `every` steps."""
 
     def __init__(self, masters: Sequence[Tensor], beta: float, every: int) -> None:
         self._masters = masters

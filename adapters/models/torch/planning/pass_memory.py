@@ -62,7 +62,7 @@ ROWS = (1, 8)
 
 
 States = Callable[[int, int], Tensor]
-"""Function that returns the last hidden states of so many sequences of one length."""
+"""Function from a number of sequences and their common length to their last hidden states."""
 
 
 def measured_passes(
@@ -186,7 +186,7 @@ def _points(shapes: Sequence[tuple[int, int]], found: Sequence[int]) -> Points:
 
 @torch.no_grad()
 def _scored(layers: LikeLayers, states: States, rows: int, length: int) -> Span:
-    """Returns what was counted in a pass without gradients, of so many sequences of that length."""
+    """Returns what was counted in a pass without gradients, of `rows` sequences of `length` tokens each."""
     alive = _Alive(layers.model)
     with alive, layers.marking(alive):
         states(rows, length)

@@ -80,8 +80,8 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | 
 def _kept(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, work: Sequence[int] = (0, 0)
 ) -> Tensor:
-    """Returns a tensor of the value's width for each query [..., H, D]; the backward pass keeps all that is given. The
-    passes, forward and backward, work with so many numbers in float32."""
+    """Returns a tensor of the value's width for each query [..., H, D]; the backward pass keeps all that is given.
+    `work` has the float32 numbers that the forward and the backward pass work with."""
     out: Tensor = _Uncomputed.apply(query, key, value, mask, work)  # type: ignore[no-untyped-call]
     return out
 
