@@ -1,6 +1,6 @@
-"""Memory of each process while a model is loaded at ZeRO stage 3, or for FSDP2: beside it the process's share of the
-weights and the largest layer, which are what it needs at once, and the whole model, which it would hold if it divided
-what it has read.
+"""Memory of each process while a model is loaded at ZeRO stage 3, or for FSDP2. Beside it stand the process's share of
+the weights and the largest layer, which it needs at once, and the whole model, which it would hold if it read all
+before it divided.
 
 Llama-70B's widths, few layers and a small vocabulary; weights are noise in files made here. Peaks are of the process's
 own memory, above what it held before it loaded; pages of the files, which all processes share and the system drops when

@@ -5,9 +5,9 @@ own count of allocated bytes, beside the plan.
     python benchmarks/memory_plan.py --smoke         # one of them, smaller, in seconds
     python benchmarks/memory_plan.py qwen3 gemma2    # these alone
 
-A step of each role runs with random weights: an update of actor and critic in two micro-batches, that of the actor also
-with activations that are computed again, and of samples that share their prompts, a pass of the reference and of the
-reward model, and replies of the embedded engine.
+A step of each role runs with random weights: an update of actor and critic in two micro-batches, a pass of the
+reference and of the reward model, and replies of the embedded engine. The actor's update also runs with activations
+that are computed again, and with samples that share their prompts.
 """
 
 import argparse

@@ -1,10 +1,10 @@
 """Gains by packing and by a cache, of models whose tokens meet in more than plain attention, on this machine.
 
 `python benchmarks/states.py` makes a model of Qwen3.5's kind with random weights (6 layers, of which every third
-attends), and measures the forward and backward pass of 8 replies to a long prompt, packed and padded; then the embedded
-engine, with what it keeps of its sequences and computing each sequence anew. `--kind gpt_oss` and `--kind gemma2` do
-the same with attention sinks and with capped scores. It prints medians of the processor's time. The last line is
-`packed P times, kept S times`, the gain of each.
+attends). It measures the forward and backward pass of 8 replies to a long prompt, packed and padded; then the embedded
+engine, with the states that it keeps of its sequences, and computing each sequence anew. `--kind gpt_oss` and `--kind
+gemma2` do the same with attention sinks and with capped scores. It prints medians of the processor's time. The last
+line is `packed P times, kept S times`, the gain of each.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""How fast weights get into vLLM, against what the memory allows, and how fast it then samples, against the embedded
-engine and against vLLM whose model has a process of its own, as vLLM would have it on a CPU; and the same with LoRA,
-whose adapters go merged into the weights or alone (`actor.lora.sync`). Everything in one run, one engine after the
-other.
+"""How fast weights get into vLLM, and how fast it then samples. The first is compared with the speed of the memory; the
+second with the embedded engine, and with vLLM whose model has a process of its own, which is vLLM's way on a CPU. The
+same is measured with LoRA, whose adapters go merged into the weights or alone (`actor.lora.sync`). Everything in one
+run, one engine after the other.
 
 A push writes every byte to shared memory once, copies it out once and repacks it once: the bound is three copies at
 the speed of `memcpy` (which reads and writes), measured in this run. Beside it the same through files of a temporary

@@ -1,9 +1,9 @@
 """Images that rows name by URL, fetched once and kept in a folder.
 
 What a dataset names may be chosen by a stranger, and is asked for from this machine's place in its network.
-Invariants: only http and https are spoken, redirects included; unless any address is allowed, no connection is made to
-one that is not public, whatever its name resolves to and whoever redirects there; size, time and redirects are bounded;
-proxies of the environment are not asked; what is kept is an image. Does not own: which rows there are.
+Invariants: only http and https are spoken, also after redirects. Unless any address is allowed, no connection is made
+to an address that is not public, neither by its name nor by a redirect. Size, time and redirects are bounded. Proxies
+of the environment are not asked. What is kept is an image. Does not own: which rows there are.
 """
 
 import hashlib

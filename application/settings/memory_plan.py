@@ -252,9 +252,9 @@ def _compared(config: RLConfig, row: RoleMemory, shape: ModelShape, compute_byte
 
 
 def _of_fsdp2(config: RLConfig, shape: ModelShape, tokens: int, compute_bytes: int) -> int:
-    """Returns the bytes of what is whole in a pass: everything outside of the layers and two layers, of these the
-    experts that a process holds, with the gradients of all that but one layer, in the format that they are computed in
-    and in the float32 in which they are summed; and twice the hidden states that are sent to experts."""
+    """Returns the bytes of what is whole in a pass: everything outside of the layers, and two layers, each with the
+    experts that a process holds. To these come the gradients of all that but one layer, in the format in which they are
+    computed and in the float32 in which they are summed, and twice the hidden states that are sent to experts."""
     outside = shape.embedding if shape.headless or shape.tied else 2 * shape.embedding
     elsewhere = shape.experts - shape.experts // config.cluster.expert_parallel_size
     layer = math.ceil((shape.parameters - outside - elsewhere) / shape.layers)

@@ -127,10 +127,10 @@ def summarise(
 
 
 def paired_difference(first: Sequence[float | None], second: Sequence[float | None]) -> tuple[float, float] | None:
-    """Returns by how much `second` is greater than `first` in the mean over prompts, and the standard error of that:
-    the deviation of the prompts' differences over the root of their number, which leaves out how prompts differ in
-    difficulty (Miller 2024, "Adding Error Bars to Evals", arXiv:2411.00640, section 4.2). None where fewer than two
-    prompts have a value in both.
+    """Returns by how much `second` is greater than `first` in the mean over prompts, and the standard error of that
+    difference: the standard deviation of the prompts' differences over the root of their number. How prompts differ in
+    difficulty has no part in it (Miller 2024, "Adding Error Bars to Evals", arXiv:2411.00640, section 4.2). None where
+    fewer than two prompts have a value in both.
 
     >>> paired_difference([0.0, 1.0, None], [1.0, 1.0, 1.0])
     (0.5, 0.5)

@@ -178,8 +178,8 @@ def make_policy(
 ) -> TorchPolicy:
     """Returns `model` under an optimizer; its log-probs are those of sampling at `temperature`. With `correct` its
     scores say which tokens are the most likely ones, with `mean` also the mean log-prob over the vocabulary, with
-    `collision` the collision entropy, with a `teacher` how far it is from that; `outcomes` are two tokens that they
-    compare, and with `centering` they have, in updates, what it takes out."""
+    `collision` the collision entropy, and with a `teacher` the divergence from it. `outcomes` are two tokens that the
+    scores compare. With `centering` they have, in updates, the term that score centering subtracts."""
     return TorchPolicy(
         model,
         tokenizer,

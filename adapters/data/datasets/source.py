@@ -1,8 +1,8 @@
 """`DatasetPromptSource`: a stream of prompts from a dataset that is read by index.
 
-Invariants: every row is checked before the first prompt is taken (`survey`), so that no row fails later; the position
-is a `PromptCursor` over all rows, so resuming is arithmetic, and the order of the kept prompts does not depend on the
-rows that are skipped; prompts are built when they are taken.
+Invariants: every row is checked before the first prompt is taken (`survey`), so that no row fails later. The position
+is a `PromptCursor` over all rows, so that resuming is arithmetic, and the order of the kept prompts does not depend on
+the rows that are skipped. Prompts are built when they are taken.
 """
 
 from collections.abc import Mapping

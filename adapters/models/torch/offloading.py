@@ -3,8 +3,8 @@
 In the forward pass a stream of its own copies each input to pinned memory; the GPU's memory is free again when the next
 layer begins. In the backward pass the same stream brings an input back while the layer after it is computed. The input
 of the last layer is needed first, and stays.
-Invariants: what computes waits for a copy before it reads what was copied, and before memory that the copy reads or
-writes is free for others, whatever fails; two inputs at most are on the GPU for the sake of their copies.
+Invariants: the stream that computes waits for a copy before it reads what was copied, and before memory that the copy
+reads or writes is freed, even if something fails. At most two inputs are on the GPU for the sake of their copies.
 torch's `save_on_cpu` copies in the stream that computes, and so between the layers.
 Does not own: which activations are computed again (`recomputation.py`).
 """

@@ -2,11 +2,11 @@
 again.
 
 `full` keeps the input of each layer (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). `selective`
-also keeps what takes long to compute for its bytes (as Korthikanti et al. 2022, "Reducing Activation Recomputation in
-Large Transformer Models", section 5, but the other way about): results of attention, of which one number takes as many
-operations as there are tokens before it, and of products of matrices, whose numbers take two operations for each row of
-the right factor. Norms, rotary embeddings, activations and products of a narrow factor, such as those of adapters, are
-computed again.
+also keeps what takes long to compute for its bytes (Korthikanti et al. 2022, "Reducing Activation Recomputation in
+Large Transformer Models", section 5, choose by the same measure, but say what is computed again). It keeps results of
+attention, of which one number takes as many operations as there are tokens before it, and of products of matrices, of
+which one takes two operations for each row of the right factor. Norms, rotary embeddings, activations and products of a
+narrow factor, such as those of adapters, are computed again.
 Invariant: gradients are the same bit for bit where kernels are deterministic.
 Does not own: where inputs of layers are kept (`offloading.py`).
 """

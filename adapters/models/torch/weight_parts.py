@@ -20,8 +20,8 @@ def weight_parts(
     weights: Sequence[NamedWeight], buffers: Mapping[str, Tensor], trained: TrainedModule
 ) -> Iterator[Run] | None:
     """Returns an iterator of this process's run of each weight, which may be empty, and of each buffer, which the first
-    process has; None if a weight has no parts as it is sent: it has an adapter to be merged, or is in 4 bits, or its
-    processes have other parts than runs."""
+    process has. Returns None if a weight cannot be sent in parts: it has an adapter to be merged, is in 4 bits, or the
+    parts that its processes have are no runs."""
     if any(
         weight.layer is not None or is_quantised(weight.parameter) or trained.part(weight.parameter) is None
         for weight in weights

@@ -16,8 +16,8 @@ RESCORED = "rescored"
 
 def with_changes(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the rows, which have `key`, `old` and `new` reward (None where there is none), with what changed within
-    the group that a key names: `sign_changed`, whether the reply is on another side of its group's mean than before,
-    and `rank_changed`, whether more or fewer replies of its group are better than it."""
+    the group that a key names. `sign_changed` says whether the reply is now on the other side of its group's mean,
+    `rank_changed` whether more or fewer replies of its group are better than it."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["key"].rsplit("/", 2)[0], []).append(dict(row))

@@ -61,9 +61,9 @@ def pass_at_k(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
 
 @lru_cache(maxsize=64)
 def _shares(n: int, k: int) -> Tensor:
-    """Returns three shares for each of n ascending values, [3, n] in float64: of all choices of k values, those whose
-    largest it is; of the choices that have it, those whose largest it is; and of the choices that have a given lower
-    one, those whose largest it is. Where k is above n, n values are chosen."""
+    """Returns three shares of choices of k values for each of n ascending values, [3, n] in float64. They are the
+    choices whose largest value it is, as a share of all choices, of the choices that contain it, and of the choices
+    that contain a given lower value. Where k is above n, n values are chosen."""
     k = min(k, n)
     best = [math.comb(below, k - 1) for below in range(n)]
     other = [math.comb(below - 1, k - 2) if k > 1 and below > 0 else 0 for below in range(n)]

@@ -22,9 +22,9 @@ def on_policy_distill(inputs: EstimatorInput, params: EstimatorParams) -> Advant
 def iw_opd(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """The advantage of `on_policy_distill` times 1 + w (1 - D_t / D), with w the `prefix_weight`.
 
-    D_t is the sum of the advantage's absolute values before token t, and D that of the whole rollout: early tokens
-    count up to 1 + w, and later ones less the further the student has come away from its teacher (Xie et al. 2026, "On
-    the Position Bias of On-Policy Distillation", arXiv:2606.22600, as in TRL's IWOPDTrainer).
+    D_t is the sum of the advantage's absolute values before token t, and D that of the whole rollout. Early tokens
+    count up to 1 + w times; later ones count less, the further the student has moved away from its teacher (Xie et al.
+    2026, "On the Position Bias of On-Policy Distillation", arXiv:2606.22600, as in TRL's IWOPDTrainer).
     """
     actions = Actions(inputs)
     plain_A = actions.take(inputs.token_rewards_N)

@@ -2,7 +2,7 @@
 that sum them.
 
 `divergence` is of log-probs over B outcomes at each of A places: the vocabulary, or some tokens and, as one more
-outcome, all the others (`with_rest`), which is a divergence of a coarser distribution: it is at least 0, at most that
+outcome, all the others (`with_rest`). The second is the divergence of a coarser distribution: at least 0, at most that
 of the whole vocabulary, and 0 for equal models. So is that of a span and all else (`span_divergence`)."""
 
 import math
@@ -48,9 +48,9 @@ def divergence(teacher_AB: Tensor, student_AB: Tensor, *, beta: float) -> Tensor
 def span_divergence(
     logprobs_N: Tensor, teacher_N: Tensor, mask_N: Tensor, *, beta: float, temperature: float
 ) -> Tensor:
-    """Divergence of each span of text, at its last token, 0 elsewhere, of the two outcomes that the span follows or
-    something else, with probabilities p^(1/temperature) and what is left: approximate likelihood matching (Minixhofer
-    et al. 2025, arXiv:2503.20083) of all aligned chunks, without its debiasing, for models with other tokens.
+    """Divergence of each span of text, at its last token, 0 elsewhere. It is of two outcomes, that the span follows
+    (probability p^(1/temperature)) or anything else. This is approximate likelihood matching (Minixhofer et al. 2025,
+    arXiv:2503.20083) of all aligned chunks, without its debiasing, for models with different tokens.
 
     Args:
         logprobs_N: the student's log-prob of each token.

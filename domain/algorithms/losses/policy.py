@@ -92,9 +92,9 @@ def sapo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
 
 @policy_loss("vespo")
 def vespo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
-    """-sg(phi(W)) A log pi with W the ratio of the whole sequence, the product of the tokens' ratios, and phi(W) =
-    W^k exp(lambda (1 - W)): 1 at W = 1, and fading smoothly away from it; k and lambda of positive and of negative
-    advantages differ (Shen et al. 2026, "VESPO", arXiv:2602.10693; its recipe, and TRL's, for their values)."""
+    """-sg(phi(W)) A log pi, where W is the ratio of the whole sequence, the product of the tokens' ratios, and phi(W) =
+    W^k exp(lambda (1 - W)) is 1 at W = 1 and falls smoothly away from it. k and lambda differ for positive and negative
+    advantages (Shen et al. 2026, "VESPO", arXiv:2602.10693; its recipe, and TRL's, for their values)."""
     log_ratio_N = _of_sequence(inputs)
     ratio_N = log_ratio_N.exp()
     negative_N = inputs.advantages_N < 0
@@ -108,9 +108,10 @@ def vespo(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
 
 @policy_loss("topr")
 def topr(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
-    """-sg(w) A log pi with w = 1 for advantages of at least 0, and min(W, 1) for others, W the ratio of the whole
-    sequence: what was good is imitated however unlikely it has become, what was bad is left alone once it has (Le Roux
-    et al. 2025, "Tapered Off-Policy REINFORCE", arXiv:2503.14286, section 3, with the advantage for the reward)."""
+    """-sg(w) A log pi with w = 1 for advantages of at least 0 and w = min(W, 1) for others, where W is the ratio of the
+    whole sequence. A good sequence is imitated however unlikely it has become; a bad one is left alone once it has
+    become unlikely (Le Roux et al. 2025, "Tapered Off-Policy REINFORCE", arXiv:2503.14286, section 3, with the
+    advantage for the reward)."""
     ratio_N = _of_sequence(inputs).exp()
     weight_N = torch.where(inputs.advantages_N < 0, ratio_N.clamp(max=1.0), 1.0)
     return _unclipped(-weight_N * inputs.advantages_N * inputs.logprobs_N, ratio_N)
@@ -175,9 +176,9 @@ def policy_gradient(inputs: PolicyLossInput, params: PolicyLossParams) -> Policy
 
 @policy_loss("dro")
 def dro(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
-    """-A log pi + beta / 2 (log rho)^2: the policy gradient on samples of any age, held near the policy that the ratio
-    starts from by a square (Richemond et al. 2024, "DRO", arXiv:2405.19107, with the advantage in the place of reward
-    minus value; per token as in verl and the Tinker API)."""
+    """-A log pi + beta / 2 (log rho)^2: the policy gradient on samples of any age, with a quadratic penalty that holds
+    it near the policy from which the ratio starts (Richemond et al. 2024, "DRO", arXiv:2405.19107, with the advantage
+    in the place of reward minus value; per token as in verl and the Tinker API)."""
     held_N = params.dro_beta / 2 * _log_ratio(inputs).square()
     ratio_N = ratio(inputs.logprobs_N, inputs.old_logprobs_N).detach()
     return _unclipped(held_N - inputs.advantages_N * inputs.logprobs_N, ratio_N)

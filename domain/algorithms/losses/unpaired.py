@@ -75,10 +75,10 @@ class UnpairedObjective:
 
     def __call__(self, scores: TokenScores, batch: ExampleBatch) -> LossOutput:
         """Returns the micro-batch's share. Metrics are `kl`, the step's reference point, and means over replies,
-        weighted as in the step: `accuracy` (the share on the right side of the reference point), `desirable_share` and
-        `undesirable_share`, and of the desirable and of the other replies beta r, `desirable_reward` and
-        `undesirable_reward`, and the log-prob, `desirable_logprob` and `undesirable_logprob`. `entropy` is a mean over
-        tokens, each with the weight of its reply.
+        weighted as in the step: `accuracy` (the share on the right side of the reference point); `desirable_share` and
+        `undesirable_share`; beta r of either kind, `desirable_reward` and `undesirable_reward`; and their log-probs,
+        `desirable_logprob` and `undesirable_logprob`. `entropy` is a mean over tokens, each with the weight of its
+        reply.
 
         Raises:
             ValueError: the batch lacks weights or reference log-probs.

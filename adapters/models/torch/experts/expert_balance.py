@@ -1,7 +1,7 @@
-"""Two losses of a mixture's routers: the load-balancing loss (Fedus et al. 2021, "Switch Transformers", equations 4 to
-6), experts x sum over experts of (share of tokens sent to it) x (mean probability of sending a token to it); and the
-z-loss (Zoph et al. 2022, "ST-MoE", arXiv:2202.08906, equation 5), the mean of logsumexp(router logits)^2, which keeps
-logits small.
+"""Two losses of a mixture's routers. The load-balancing loss is experts x sum over experts of (share of tokens sent to
+it) x (mean probability of sending a token to it) (Fedus et al. 2021, "Switch Transformers", equations 4 to 6). The
+z-loss is the mean of logsumexp(router logits)^2, which keeps logits small (Zoph et al. 2022, "ST-MoE",
+arXiv:2202.08906, equation 5).
 
 Means are over the tokens of a whole optimizer step and all layers. A product of two means is not a sum over parts of a
 step; but the shares have no gradient, and once they are known both losses are sums over tokens. So any split of the

@@ -1,9 +1,9 @@
 """Which queries of a layout a process attends with, where several divide them: each has pieces of its own, over all
 keys.
 
-A piece of a node is again a node: its queries see the node's path up to them. The later a query, the more it sees, so
-a long node is cut into two pieces a process, one from either end (Dubey et al. 2024, "The Llama 3 Herd of Models",
-section 3.3.2: a process has the i-th chunk and the i-th from the end); short ones are dealt whole.
+A piece of a node is again a node: its queries see the node's path up to them. The later a query is, the more keys it
+sees. So a long node is cut into two pieces for each process, one from either end (Dubey et al. 2024, "The Llama 3 Herd
+of Models", section 3.3.2: a process has the i-th chunk and the i-th from the end); short ones are dealt whole.
 Does not own: how keys come together (`sequence_parallel.py`), nor attention (`attention.py`).
 """
 

@@ -130,9 +130,9 @@ class SharedRecurrence(Recurrence):
 
 @frozen(eq=False)
 class _Row:
-    """A row of a process's tokens and of those before them: the rows that it sends, how many to each process and how
-    many it gets from each, what makes the row of its own tokens, those that it got and a zero, and what takes each
-    token's result from it."""
+    """How a process makes a row of its tokens and of those before them: which rows it sends, how many to each process,
+    and how many it gets from each; which of its own rows, of those that it got, and of a zero make up the row; and
+    where in it each token's result is."""
 
     sent: CopiedRows
     sent_counts: list[int]

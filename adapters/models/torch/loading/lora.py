@@ -1,8 +1,8 @@
-"""LoRA: a model whose weights stay, and a trained product of two narrow matrices beside each linear layer
-(Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1: W + alpha / rank * B A; with
-`rslora` W + alpha / sqrt(rank) * B A, Kalajdzievski 2023, "rsLoRA", arXiv:2312.03732, eq. 2; with `dora` each row of
-that sum has a trained length m in place of its own, Liu et al. 2024, "DoRA", arXiv:2402.09353, eq. 5, and no gradient
-goes through its own, section 4.3).
+"""LoRA: a model whose weights stay, and a trained product of two narrow matrices beside each linear layer: W + alpha /
+rank * B A (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1). With `rslora` it is W +
+alpha / sqrt(rank) * B A (Kalajdzievski 2023, "rsLoRA", arXiv:2312.03732, eq. 2). With `dora` each row of that sum has a
+trained length m in the place of its own (Liu et al. 2024, "DoRA", arXiv:2402.09353, eq. 5), through which no gradient
+goes (section 4.3).
 
 Invariants: the model keeps its class and its parts; B starts at 0, and m at the lengths of W's rows, so that fresh
 adapters change nothing; A starts by the seed, equal in every process. Exported weights are those of the plain model:

@@ -1,8 +1,8 @@
 """A reward model: one number for a whole text, from the last token of a sequence classifier.
 
-Invariants: a text's score depends on the text and its images alone, not on its neighbours: texts are padded on the
-right, where a causal model does not look, or, of a model that sees images, packed as in training; the score is read at
-the last token of the text. Does not own: what is read of a text (`reward_text.py`), nor training.
+Invariants: a text's score depends on the text and its images alone, not on its neighbours. Texts are padded on the
+right, where a causal model does not look; those of a model that sees images are packed as in training. The score is
+read at the last token of the text. Does not own: what is read of a text (`reward_text.py`), nor training.
 """
 
 import math
