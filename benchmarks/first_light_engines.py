@@ -71,9 +71,9 @@ def saved(made: Any) -> Iterator[str]:
 
 
 def vllm(out: Any) -> None:
-    """An engine of vLLM beside the model that is trained, as a run of one process has it: how long it takes to start
-    and to sample, how far its log-probs are from the trainer's, before and after weights are pushed, and what it gives
-    back asleep."""
+    """An engine of vLLM beside the model that is trained, as in a run of one process: how long it takes to start and to
+    sample; how far its log-probs are from the trainer's, before and after weights are pushed; and how much memory it
+    gives back when it sleeps."""
     if not GPU or (missing := lacking("vllm")):
         out["left out"] = f"needs {missing if GPU else 'a GPU'}"
         return

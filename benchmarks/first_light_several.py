@@ -67,9 +67,9 @@ def pairs() -> int:
 
 
 def divisions(out: Any) -> None:
-    """Models that processes divide, each on a GPU of its own, by each way: whether log-probs before and after steps,
-    and once a training state was loaded from files, are those of one process, and the times of a step, of gathering the
-    weights, and of the state."""
+    """Models that processes divide, each on a GPU of its own, in each way. Checks whether log-probs are those of one
+    process: before and after steps, and after a training state was loaded from files. Measures the times of a step, of
+    gathering the weights, and of the state."""
     if not GPU or pairs() < 2 or (missing := lacking("ray", "deepspeed")):
         out["left out"] = "needs two GPUs" if pairs() < 2 or not GPU else f"needs {missing}"
         return

@@ -1,6 +1,6 @@
 """Cost of saving a training state: the seconds in which a run does nothing else, as a share of the time between two
-states (`ckpt.state_minutes`, by default), and those of them that are left with `ckpt.async_save`, which copies the
-state and writes the copy while the run goes on.
+states (the default of `ckpt.state_minutes`). With `ckpt.async_save` a run copies the state and goes on while the copy
+is written; the seconds that this leaves are measured, too.
 
 A Llama with random weights after an optimizer step, by default of SmolLM2-135M's sizes, whose state has 12 bytes a
 parameter; with hashes, and waiting until it is on the disk, as in a run.

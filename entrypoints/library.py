@@ -107,10 +107,11 @@ def evaluate(
     output: Path | str | None = None,
     **adapters: Any,
 ) -> dict[str, float]:
-    """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`; arguments as for `train`, but that
-    `prompts` are rows, in the place of that dataset, and that replies and scores are appended to the file `output` when
-    each prompt has been played; one that ended early is continued by the same call. A file that was begun by other
-    settings, prompts or weights is refused; what is brought as `reward`, `environment` or adapter is not compared."""
+    """Evaluates `config.actor.model_name_or_path` on `config.eval.dataset`. The arguments are those of `train`, with
+    two differences. `prompts` are rows that take the place of that dataset. Replies and scores of each prompt are
+    appended to the file `output` when it has been played; an evaluation that ended early is continued by the same call.
+    A file that was begun by other settings, prompts or weights is refused; what is brought as `reward`, `environment`
+    or adapter is not compared."""
     return _evaluate(config, output, reward=reward, environment=environment, **adapters)[0]
 
 

@@ -1,8 +1,8 @@
 """Files of replies that are written: appended row by row, and continued after whatever ended the process.
 
-Invariants: every line but the last is whole, and an incomplete last one is removed; a file is continued only by what
-began it (its description lies beside it, in a file of the same name with `.json` behind it); one process at a time
-writes it.
+Invariants: every line but the last is whole, and an incomplete last one is removed. A file is continued only by a call
+with the settings that began it: its description lies beside it, in a file of the same name with `.json` at the end. One
+process at a time writes it.
 """
 
 import errno

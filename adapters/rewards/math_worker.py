@@ -1,7 +1,7 @@
 """The math verifier's part in the sandbox. It imports nothing of rollgrad, which the sandbox cannot read.
 
-Invariants: where the label is a number, an answer is a number, too, and not a computation of it (`18 + 15` for 33),
-which would reward a reply for repeating the question; of several boxes the last one is the answer, with those that
+Invariants: where the label is a number, an answer must be a number, too. A computation of it (`18 + 15` for 33) is
+none: it would reward a reply for repeating the question. Of several boxes the last one is the answer, with those that
 are listed before it.
 """
 

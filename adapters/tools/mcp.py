@@ -94,9 +94,9 @@ class McpTool(Tool):
         """Returns the server's answer: its texts, those of embedded resources too, its images, and other parts by their
         kind (`[audio]`); of an answer that has structured content alone, that as JSON.
 
-        Errors that the server reports, wrong arguments among them, an answer that is not the protocol's, a passed
-        deadline, and a server that ends during the call or then answers nothing at all are results with `is_error`; the
-        call after that starts the server again.
+        A call that fails has a result with `is_error`: the server reports an error (wrong arguments, say), its answer
+        is not the protocol's, the deadline passes, or the server ends during the call or answers nothing at all. After
+        a server has ended or fallen silent, the next call starts it again.
 
         Raises:
             ConnectionError: the connection was closed by `McpTools.close`.

@@ -58,10 +58,10 @@ class PythonTool(Tool, KeepsEpisodes):
     read-only; all it writes is at most 64 MB of memory. It holds what a model tries; against an attack on the kernel
     itself only a virtual machine helps.
 
-    Without them it has the network, sees other processes, and reads, writes and deletes what nobody (as root) or this
-    user (otherwise) may: for the latter, credentials in files and in the environment of this user's processes, but for
-    this one's, which is closed to them. It could also kill those, the guard that watches its deadline among them. No
-    limit holds for all files together. Run such code in a container of its own.
+    Without them it has the network, sees other processes, and reads, writes and deletes what the user nobody (as root)
+    or this user (otherwise) may. For this user, that includes credentials in files and in the environment of the user's
+    other processes; that of this process is closed to it. It could also kill those, the guard that watches its deadline
+    among them. No limit holds for all files together. Run such code in a container of its own.
 
     Args:
         isolation: whether the code is shut in with namespaces.

@@ -15,10 +15,10 @@ MOST_WAITING = 64 * 2**20
 
 
 class LineFile:
-    """Appends lines to `path` whole or not at all. Those that cannot be written, on a full disk or as another run has
-    taken the directory, wait in memory, as many as have `MOST_WAITING` bytes, and are written before the next ones; the
-    first that waits, and the first that is lost, are reported. The file is opened for each write, so that one which was
-    replaced or removed meanwhile is written to."""
+    """Appends lines to `path` whole or not at all. Lines that cannot be written, because the disk is full or another
+    run has taken the directory, wait in memory, up to `MOST_WAITING` bytes, and are written before the next ones. The
+    first line that waits, and the first that is lost, are reported. The file is opened for each write, so that one
+    which was replaced or removed meanwhile is written to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

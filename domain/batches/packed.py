@@ -1,8 +1,8 @@
 """`PackedBatch`: sequences laid end to end, without padding, as estimators and losses consume them.
 
-Invariants: per-token arrays sit on the token's own position (the log-prob of token t is at t); padding and the
-next-token shift exist only inside the adapter whose library needs them; what is not an action holds 0 in float
-arrays, and no result depends on it. `select` never changes a sample, so any split or order of the same
+Invariants: per-token arrays sit on the token's own position (the log-prob of token t is at t). Padding and the
+next-token shift exist only inside the adapter whose library needs them. Float arrays hold 0 at tokens that are no
+actions, and no result depends on these entries. `select` never changes a sample, so any split or order of the same
 samples holds the same information.
 """
 

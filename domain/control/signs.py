@@ -160,9 +160,10 @@ def _describe_reference_left(metrics: Metrics, run: LearningSettings, rollouts: 
 def _kl_against_reward(metrics: Metrics, run: LearningSettings) -> tuple[float, float] | None:
     """Returns the sizes of the KL term and of the reward in an advantage; None where one of them is not known.
 
-    The mean KL is half the mean square of a token's log-ratio (Schulman's k2, to second order). In the loss that, times
-    its weight, stands beside the advantage, which is taken of groups with spread; in the reward those of all tokens to
-    the end of the reply add up at random, beside a reward that estimators may have scaled to 1.
+    The mean KL is half the mean square of a token's log-ratio (Schulman's k2, to second order). In the loss, the
+    log-ratio times the weight of the KL term stands beside the advantage, which is measured in groups with spread. In
+    the reward, the log-ratios of all tokens to the end of the reply add up at random, beside a reward that estimators
+    may have scaled to 1.
     """
     kl, spread = metrics.get("policy/ref_kl"), 1 - metrics.get("rollout/zero_spread_share", 0.0)
     if kl is None or "policy/kl_coef" not in metrics or spread <= 0:

@@ -44,8 +44,8 @@ class RolloutEngine(Protocol):
     """Samples from the policy.
 
     Promises: a request's tokens depend on its own seed, prompt and the weights, not on its neighbours (up to
-    floating-point rounding of batched products); log-probs are exact under the sampling distribution that was used;
-    every token carries the policy version that sampled it; concurrent `generate` calls are batched.
+    floating-point rounding of batched products). Log-probs are exact under the sampling distribution that was used.
+    Every token carries the policy version that sampled it. Concurrent `generate` calls are batched.
 
     Errors: `EngineError` when generation fails. Cancelling a `generate` call frees its place.
     """

@@ -2,8 +2,8 @@
 spares the time in which Python starts its kernels one by one.
 
 Shapes are padded to powers of two (`DecodeInputs.padded`), so that few graphs serve all steps. A graph computes at the
-addresses with which it was captured: inputs are copied to where its own lie, what is stored never moves while it is
-there, and all graphs are dropped when weights lie elsewhere, or when the engine gives its memory back (`clear`). The
+addresses with which it was captured. So inputs are copied to the addresses of its own, stored tensors never move while
+they exist, and all graphs are dropped when weights have moved, or when the engine gives its memory back (`clear`). The
 inputs of a step are parts of one tensor, which one copy brings there.
 Does not own: what a step computes.
 """

@@ -1,7 +1,7 @@
 """Comparison of a vLLM that has taken weights with the trainer.
 
-vLLM computes prompts at once and replies token by token, by different kernels, which may read different tensors: for
-latent attention, the matrices that it takes out of its weights when these are loaded; in CUDA graphs, the memory that
+vLLM computes prompts at once and replies token by token. The kernels of the two differ, and may read different tensors:
+for latent attention, matrices that vLLM takes out of the weights when these are loaded; in CUDA graphs, the memory that
 was there when they were captured. The trainer's log-probs tell that prompts are right, and those of prompts that
 replies are.
 """

@@ -24,8 +24,8 @@ GROWING = "expandable_segments:True"
 
 def let_segments_grow() -> None:
     """Has torch take a GPU's memory, from now on, in segments that grow and shrink, unless PYTORCH_ALLOC_CONF, or
-    PYTORCH_CUDA_ALLOC_CONF, says how. Passes of a run have a size of their own each: in segments of fixed sizes what
-    they free is left in pieces, of which SkyRL found 20 GiB in its second step (NovaSky-AI/SkyRL#1768). vLLM's
+    PYTORCH_CUDA_ALLOC_CONF, says how. Each pass of a run has a size of its own: in segments of fixed sizes, the memory
+    that passes free is left in pieces, of which SkyRL found 20 GiB in its second step (NovaSky-AI/SkyRL#1768). vLLM's
     processes, which have an allocator of their own for sleep, must not inherit it."""
     if torch.cuda.is_available() and not any(map(os.environ.get, ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))):
         os.environ["PYTORCH_ALLOC_CONF"] = GROWING  # where `in_fixed_segment` looks; torch has read it before

@@ -83,8 +83,8 @@ def _kl(p_AB: Tensor, q_AB: Tensor) -> Tensor:
 @frozen(kw_only=True)
 class DistillationObjective:
     """Weighted sum of (1 - weight) x nll + weight x temperature^2 x divergence of each token (Hinton et al. 2015,
-    arXiv:1503.02531, section 2, whose factor keeps the gradient's size); a `PolicyObjective` for scores with the
-    divergence from a teacher, which is of logits / temperature."""
+    arXiv:1503.02531, section 2; the factor temperature^2 keeps the gradient's size). It is a `PolicyObjective` for
+    scores that have the divergence from a teacher, which is of logits / temperature."""
 
     weight: float = 0.5
     temperature: float = 1.0

@@ -29,8 +29,9 @@ class StepObjective:
 
     def __call__(self, scores: TokenScores, batch: StepBatch) -> LossOutput:
         """Returns the micro-batch's share. Metrics: `step_accuracy` is a mean over steps with the weights of the loss;
-        `error_f1` is the F1 score of finding steps that are wrong, and `first_error_accuracy` the share of solutions of
-        which the first wrong step is found, or that there is none, both whatever solutions weigh.
+        `error_f1` is the F1 score of finding steps that are wrong. `first_error_accuracy` is the share of solutions
+        whose first wrong step is found, or of which it is found that they have none. Both ignore the weights of
+        solutions.
 
         Raises:
             ValueError: the batch lacks weights, or the model compares no tokens.

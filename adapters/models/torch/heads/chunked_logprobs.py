@@ -66,9 +66,10 @@ def token_logprobs(
         also_AK: int64 ids of further tokens whose log-probs are found.
 
     Returns:
-        (logprobs_A, entropy_A), float32, differentiable in hidden, weight and bias; with `correct` also correct_A,
-        float32, 1 where no token is more likely than the target, else 0; then with `mean` mean_A, differentiable as
-        well, and with `collision` collision_A; last with `also_AK` their log-probs [A, K], differentiable as well.
+        logprobs_A and entropy_A, then what was asked for of these, in this order: with `correct` correct_A, 1 where no
+        token is more likely than the target, else 0; with `mean` mean_A; with `collision` collision_A; with `also_AK`
+        their log-probs [A, K]. All are float32, and all but correct_A and collision_A are differentiable in hidden,
+        weight and bias.
     """
     result: tuple[Tensor, ...] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_AH.to(weight_VH.dtype),
@@ -251,9 +252,9 @@ def _columns(
 ) -> Tensor:
     """Returns what is to be known of the logits of A positions, [K, A], and overwrites the logits.
 
-    The rows are their logsumexp, and the entropy of their softmax; then, if `wanted`, the largest logit, the sum of the
-    log-softmax and the number of logits, and the probability that two draws are the same token (`_column_names`); last
-    the logits of the J tokens of `index_AJ`.
+    The rows are their logsumexp and the entropy of their softmax. Then come those that are `wanted` (`_column_names`):
+    the largest logit; the sum of the log-softmax and the number of logits; the probability that two draws are the same
+    token. Last are the logits of the J tokens of `index_AJ`.
     """
     correct, mean, collision = wanted
     if temperature != 1.0:

@@ -249,10 +249,10 @@ def dense(
 def dense_with_logsumexp(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, mask: Tensor, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns attention [B, H, Q, E] as `dense` does where query and key have as many heads, and the log of the sum of
-    its exponentiated scores [B, H, Q], float32 or the query's format if that is wider, by which attention to parts of
-    the keys is combined. Where the mask hides all keys of a query, both are arbitrary. A `cap` limits scores
-    (`capped.py`).
+    """Returns attention [B, H, Q, E] as `dense` does where query and key have equally many heads. Also returns the log
+    of the sum of its exponentiated scores [B, H, Q], by which attention to parts of the keys is combined; it is
+    float32, or in the query's format if that is wider. Where the mask hides all keys of a query, both are arbitrary. A
+    `cap` limits scores (`capped.py`).
 
     The kernels are those of `scaled_dot_product_attention`, which computes this sum and does not return it.
     """

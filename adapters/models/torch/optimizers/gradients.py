@@ -27,8 +27,8 @@ def on_one_thread() -> Iterator[None]:
 
     Losses are computed on the CPU while the GPU waits for them. They are of some thousand numbers, for which one thread
     needs microseconds. From 2,048 or 3,000 on torch shares `exp`, indexing and others among all its threads (the grain
-    sizes in `aten/src/ATen/native/cpu`) and waits for the last one: for milliseconds where cores are busy, or fewer
-    than the threads, as in a container that may use a part of its machine.
+    sizes in `aten/src/ATen/native/cpu`) and waits for the last one. That takes milliseconds where cores are busy, or
+    where there are fewer cores than threads, as in a container that may use only a part of its machine.
     """
     threads = torch.get_num_threads()
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
