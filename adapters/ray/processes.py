@@ -28,8 +28,8 @@ class ActorProcess:
         """Kills the process and those that it has started, by a task on its machine; returns Ray's reference of it.
 
         `ray.kill` asks a process to end, and has it killed if it does not. But a process that is stopped (SIGSTOP, a
-        debugger) answers no new connection, and if Ray has tried to connect for long, it takes the process for dead:
-        the process stays then, and so does its reservation, which a replacement would wait for.
+        debugger) answers no new connection. After Ray has tried to connect for long, it takes the process for dead;
+        then the process stays, and so does its reservation, for which a replacement would wait.
         """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

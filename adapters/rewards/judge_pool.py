@@ -1,8 +1,8 @@
 """`JudgePool` judges replies in isolated processes that can be killed.
 
-Invariants: a judgement that exceeds its deadline or memory, or runs code from the reply, loses its own verdict and
-nothing else: its process judges no other reply (judge_child), and its answer is a number and a text of bounded length,
-never an object. Every wait has a deadline. Does not own: the judgement itself.
+Invariants: a judgement that exceeds its deadline or memory, or runs code from the reply, can spoil no other judgement.
+Its process judges no other reply (judge_child), and its answer is a number and a text of bounded length, never an
+object. Every wait has a deadline. Does not own: the judgement itself.
 """
 
 import asyncio

@@ -46,9 +46,9 @@ def criteria(row: Mapping[str, Any], key: str) -> list[Criterion]:
 
 
 def weighed(met: Sequence[float], rubric: Sequence[Criterion]) -> float:
-    """Returns the sum of weight x judgement over the sum of the positive weights, judgements being from 0 to 1 (Gunjal
-    et al. 2025, "Rubrics as Rewards", arXiv:2507.17746, eq. 1; weights below 0 are what HealthBench takes points away
-    for, Arora et al. 2025, arXiv:2505.08775)."""
+    """Returns the sum of weight x judgement over the sum of the positive weights, where judgements are from 0 to 1
+    (Gunjal et al. 2025, "Rubrics as Rewards", arXiv:2507.17746, eq. 1). Criteria with weights below 0 take points away,
+    as in HealthBench (Arora et al. 2025, arXiv:2505.08775)."""
     earned = math.fsum(criterion.weight * share for criterion, share in zip(rubric, met, strict=True))
     return earned / math.fsum(criterion.weight for criterion in rubric if criterion.weight > 0)
 

@@ -1,8 +1,8 @@
 """Checks of every request to a rollgrad server: authorisation, size and form; and the form of errors.
 
-Invariants: a server on the loopback interface answers no web page; every error is `{"error": {"message", "type",
-"param", "code"}}`, and an unexpected one reveals no details to the client; every answer says the id of its request, by
-which the log knows it. Does not own: sockets (`server.py`).
+Invariants: a server on the loopback interface answers no web page. Every error is `{"error": {"message", "type",
+"param", "code"}}`, and an unexpected one reveals no details to the client. Every answer has the id of its request,
+which the log has, too. Does not own: sockets (`server.py`).
 """
 
 import asyncio
@@ -103,8 +103,8 @@ async def read_json(request: Request) -> dict[str, Any]:
     """Returns the request's body: a JSON object.
 
     Raises:
-        HttpError: 400, the body is no JSON object, nests deeper than MAX_JSON_DEPTH, or holds a number or text that
-            cannot be passed on (NaN, half a surrogate pair); 413, it is too large; 415, it is compressed: a few
+        HttpError: 400 if the body is no JSON object, nests deeper than MAX_JSON_DEPTH, or holds a number or text that
+            cannot be passed on (NaN, half a surrogate pair); 413 if it is too large; 415 if it is compressed, for a few
             bytes may stand for gigabytes.
     """
     encoding = request.headers.get("content-encoding", "identity")

@@ -47,9 +47,9 @@ class PythonTool(Tool, KeepsEpisodes):
 
     - time: all of its processes, daemonised ones too, are killed at the deadline, on cancellation, at its end, and when
       this process dies;
-    - memory (of each process; of all together, looked at 20 times a second; outside of processes none but what pipes
-      and sockets hold, of which sockets count with namespaces alone), processor time, files (64 MB each, 128 open),
-      processes and threads (64 together), output;
+    - memory (of each process, and of all together, looked at 20 times a second; outside of processes only what pipes
+      and sockets hold, of which sockets are counted with namespaces alone), processor time, files (64 MB each, 128
+      open), processes and threads (64 together), output;
     - privileges: run as root, the code becomes nobody (user 65534); none can be gained. System calls that make
       namespaces and mounts, read other processes, or serve attacks on the kernel above all are refused (seccomp).
 

@@ -1,8 +1,8 @@
 """Weights within a GPU's memory, for engines on the trainer's own GPUs: vLLM's own backend `ipc`.
 
-Every process of the policy that shares its GPU with an engine, or with a part of one, packs all weights into a bucket
-of that GPU's memory; the engine's worker there maps it by a handle and takes its part of each weight. Each GPU has one
-bucket, which is written again when all engines have copied it.
+Every process of the policy that shares its GPU with an engine, or with a part of one, packs all weights into buckets of
+that GPU's memory. The engine's worker there maps a bucket by a handle and takes its part of each weight. Each GPU has
+one bucket, which is written again when all engines have copied it.
 """
 
 import base64

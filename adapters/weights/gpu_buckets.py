@@ -1,8 +1,8 @@
 """Tensors packed into buckets of one size, in the form that vLLM's NCCL and CUDA IPC backends unpack: bytes end to end,
 with names, formats, shapes and sizes apart.
 
-A bucket is closed if the next tensor does not fit, or would not be aligned for its number format; a tensor larger than
-a bucket gets one of its own size. vLLM's NCCL backend expects one broadcast of such a bucket.
+A bucket is closed if the next tensor does not fit, or would not be aligned for its number format. A tensor larger than
+a bucket gets a bucket of its own size, of which vLLM's NCCL backend expects one broadcast.
 """
 
 import os

@@ -2,8 +2,8 @@
 
 A `RecordedSession` keeps the tokens of one training rollout in a `TokenLedger`; a call outside of any session is
 sampled and forgotten. Invariants: the trainer decides the sampling settings of a recorded session (a client can only
-shorten replies, by tokens or by stop texts); a turn is recorded when it is complete, and only once for all retries;
-nothing is recorded after `seal`.
+shorten replies, by tokens or by stop texts). A turn is recorded when it is complete, and once however often the client
+retries. Nothing is recorded after `seal`.
 """
 
 import asyncio

@@ -23,9 +23,9 @@ class BreakablePasses(Passes[Batch]):
 
 def split(batch: Batch, max_tokens: int, shares: int = 1, *, padded: bool = False) -> Passes[Batch]:
     """Returns parts of `batch`, each a forward pass of at most `max_tokens` distinct tokens: a longer unit goes alone,
-    or cut where no loss compares its sequences. Each of the `shares` of a part, one for each process or group of them,
-    is within its share of `max_tokens`, or as long as the longest unit; the whole batch is divided among them once, and
-    each share into passes then. With one share sequences stay in order.
+    or cut where no loss compares its sequences. A part has `shares` shares, one for each process or group of processes.
+    Each share is within its part of `max_tokens`, or as long as the longest unit. The whole batch is divided among them
+    first, and then each share into passes. With one share sequences stay in order.
 
     For a model that computes sequences `padded`, the tokens of a pass are its rows times the longest, and sequences of
     similar lengths go together. Before each pass, and before all of them, an update heeds that the run is to stop."""

@@ -27,9 +27,9 @@ Batch = TypeVar("Batch", bound="PackedBatch")
 class PackedBatch:
     """`S` sequences of `N` tokens in total, and the columns that all trainers have.
 
-    A subclass adds columns. The last part of a column's name is its shape, by which `select` knows it: N has an entry a
-    token, S one a sequence, SK a row of K for each sequence, NLK K entries of each token for each of L layers. Tensors
-    hold int64 where nothing else is said.
+    A subclass adds columns. The last part of a column's name is its shape, by which `select` knows it: N is an entry
+    for each token, S one for each sequence, SK a row of K entries for each sequence, NLK K entries for each token and
+    each of L layers. Tensors hold int64 where nothing else is said.
     """
 
     units_divisible: ClassVar[bool] = False

@@ -87,8 +87,9 @@ def shut_down(container: containers.DeclarativeContainer) -> None:
 
 
 def gives_memory_back(work: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Makes a function return the memory of its models to the system, and to the GPU, when it has ended: a notebook
-    keeps it otherwise, and each training there adds to it; an engine in a process of its own takes what is free."""
+    """Makes a function return the memory of its models to the system, and to the GPU, when it has ended. Otherwise a
+    notebook keeps that memory, each training there adds to it, and an engine in a process of its own has only the
+    rest."""
 
     @wraps(work)
     def then_given_back(*arguments: Parameters.args, **keywords: Parameters.kwargs) -> Result:

@@ -1,5 +1,6 @@
-"""The text that a teacher reads in the place of a prompt: the prompt's own, with columns of its row that the policy is
-not shown, such as a solution, or with what is known once replies were judged: one that passed, what was wrong."""
+"""The text that a teacher reads in the place of a prompt. It is the prompt's own text, with columns of its row that the
+policy is not shown, such as a solution, or with what is known once replies were judged: a reply that passed, or what
+was wrong."""
 
 import re
 from collections.abc import Mapping, Sequence

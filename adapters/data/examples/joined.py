@@ -58,10 +58,10 @@ class JoinedPairs:
 
 
 def joined(rows: Rows, *, prompt_key: str, image_key: str | None, every: bool) -> Any:
-    """Returns the rows of each pair, the good reply's first and ascending, int64 [P, 2]: of each prompt the first good
-    reply with the first bad one, the second with the second, and so on, or with `every` each good one with each bad
-    one. The second of a reply that is left over is `ALONE`. The column `prompt_key` has the prompt, `image_key` its
-    images."""
+    """Returns the rows of each pair, int64 [P, 2], the good reply's first; pairs ascend. Of each prompt the first good
+    reply goes with the first bad one, the second with the second, and so on; with `every` each good reply goes with
+    each bad one. The second of a reply that is left over is `ALONE`. The column `prompt_key` has the prompt,
+    `image_key` its images."""
     context = (*CONTEXT, *([] if image_key is None else [image_key]))
     found: dict[bytes, tuple[list[int], list[int]]] = {}
     pairs: list[tuple[int, int]] = []

@@ -1,8 +1,8 @@
 """Preparation: every row of a dataset once to tokens and weights, before the first step, and kept for later runs.
 
-Invariants: a row becomes an example or is counted under a reason; the key of the cache holds all that tokens depend on
-(rows, tokenizer, template and its variables, settings, this module's `VERSION`), so that a changed one never finds old
-tokens. Does not own: what rows say (`formats`), nor how templates write (`adapters/chat/training_text`).
+Invariants: a row becomes an example or is counted under a reason. The key of the cache holds all that tokens depend on
+(rows, tokenizer, template and its variables, settings, this module's `VERSION`), so that old tokens are never found
+after a change. Does not own: what rows say (`formats`), nor how templates write (`adapters/chat/training_text`).
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Sources of rows: files, folders, hub names, alone or mixed.
 
-JSON lines are read one at a time and by Python: no column needs one type for all rows, no key is added that a row does
-not have, and a line that cannot be read is one row that cannot be used. Everything else is read as for prompts
-(`adapters/data/datasets/loading`).
+JSON lines are read one at a time, by Python's own parser. So a column may have several types, a row has only the keys
+that are written in it, and a line that cannot be read is one row that cannot be used. Everything else is read as for
+prompts (`adapters/data/datasets/loading`).
 """
 
 import hashlib

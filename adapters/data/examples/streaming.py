@@ -1,7 +1,7 @@
 """Examples of a dataset that is read while training goes on: nothing is prepared before, nothing is kept.
 
-Invariant: a position always gives the same example, however often the run was interrupted: rows are read in their
-order, in blocks, each of which has a seeded order of its own, and a position is a number of rows from the beginning.
+Invariant: a position always gives the same example, however often the run was interrupted. Rows are read in their
+order, in blocks, and each block is shuffled with a seed of its own; a position is a number of rows from the beginning.
 Does not own: what rows say (`formats`), nor their tokens (`preparer`).
 """
 

@@ -1,9 +1,9 @@
 """Repairs of calls that vLLM 0.32 makes of an engine's workers, where one fails.
 
 vLLM reads the answers of several workers by rank, up to the first error. It takes answers that it has not read for
-answers to the next calls: from then on it does not wait until all workers have done what they were asked, and a bucket
-of weights is written again while a worker still reads it. A worker that has gone to sleep raises an error if the GPU
-has less free memory than before because another process has taken some meanwhile. vLLM then counts the worker as awake,
+answers to later calls. From then on it does not wait until all workers have done what they were asked, and a bucket of
+weights is overwritten while a worker still reads it. A worker that has gone to sleep raises an error if the GPU has
+less free memory than before because another process has taken some meanwhile. vLLM then counts the worker as awake,
 never wakes it, and computes in memory that is gone.
 
 Does not own: the calls.

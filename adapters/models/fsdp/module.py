@@ -1,7 +1,7 @@
 """A trained module whose parameters, gradients and moments are divided over the processes of a group by FSDP2.
 
-Invariants: those of `MasterOptimizer`, whose masters are the rows that FSDP keeps of each parameter in this process, so
-that a step sends nothing but the norm; gradients of all processes are summed, because losses are weighted for the whole
+Invariants: those of `MasterOptimizer`. Its masters are the rows that FSDP keeps of each parameter in this process, so
+that a step sends nothing but the norm. Gradients of all processes are summed, because losses are weighted for the whole
 step before it is divided. Its state is whole and by parameter name, whatever the number of processes.
 Does not own: how a module is divided (`division.py`).
 """

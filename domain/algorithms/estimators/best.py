@@ -15,8 +15,8 @@ from rollgrad.domain.algorithms.estimators.types import Advantages, EstimatorInp
 
 @estimator("pass_at_k")
 def pass_at_k(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
-    """(b_i - mean) / (std + 1e-9), b_i the mean over all k of a group's rollouts that rollout i is one of, mean and
-    (population) std those over any k of them, of the best reward among the k; k is `pass_k`.
+    """(b_i - mean) / (std + 1e-9) of the best reward among k of a group's rollouts, where k is `pass_k`. b_i is its
+    mean over all choices of k rollouts that contain rollout i; mean and (population) std are over all choices of k.
 
     For rewards of 0 and 1 these are the advantages of Chen et al. 2025, "Pass@k Training for Adaptively Balancing
     Exploration and Exploitation of Large Reasoning Models", arXiv:2508.10751, by their analytical derivation; for

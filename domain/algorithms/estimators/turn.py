@@ -72,8 +72,8 @@ def turn_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantag
 
 @estimator("process_group_norm")
 def process_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
-    """GRPO with process supervision: each turn's reward minus the mean of the rewards of all turns in the group,
-    divided by their unbiased standard deviation; a turn's advantage is the sum of these from that turn on (Shao et al.
+    """GRPO with process supervision: each turn's reward is normalised by the mean and the unbiased standard deviation
+    of the rewards of all turns in the group; a turn's advantage is the sum of these from that turn on (Shao et al.
     2024, "DeepSeekMath", section 4.1.3). A group in which all turns have the same reward teaches nothing."""
     actions = Actions(inputs)
     turns = Turns.of(inputs, actions)

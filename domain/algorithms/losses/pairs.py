@@ -74,8 +74,8 @@ class Pairs:
 
 
 def divergence_slope(log_ratios: Tensor, divergence: FDivergence, alpha: float) -> Tensor:
-    """Returns f'(u) of a divergence at u = e^log_ratios, up to a constant: log u of the reverse KL, -1 / u of the
-    forward KL, log(u / (1 + u)) of the Jensen-Shannon divergence, (1 - u^-alpha) / alpha of the alpha-divergence."""
+    """Returns f'(u) of a divergence at u = e^log_ratios, up to a constant: log u for the reverse KL, -1 / u for the
+    forward KL, log(u / (1 + u)) for the Jensen-Shannon divergence, (1 - u^-alpha) / alpha for the alpha-divergence."""
     match divergence:
         case FDivergence.REVERSE_KL:
             return log_ratios

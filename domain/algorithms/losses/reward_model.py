@@ -33,9 +33,8 @@ class RewardObjective:
     """Weighted sum of the pairs' losses, from the reward at each reply's last trained token; a `ValueObjective` over
     micro-batches that hold whole pairs.
 
-    A pair is the two sequences of one unit: `sample_ids_S` is 0 in the chosen reply's, 1 in the rejected
-    one's, `scores_S` is the margin in both, and `loss_weights_N` stands at each trained token and is the weight of its
-    pair in the step."""
+    A pair is the two sequences of one unit: `sample_ids_S` is 0 for the chosen reply and 1 for the rejected one, and
+    `scores_S` is the margin in both. `loss_weights_N` has at each trained token the weight of its pair in the step."""
 
     centring: float = 0.0
 

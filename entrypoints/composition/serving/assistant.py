@@ -200,9 +200,9 @@ def _shape(name: str) -> ModelShape:
 
 @frozen(kw_only=True, eq=False)
 class _Sampler:
-    """An engine, and the functions that end what it holds, check that it computes images as the model's own code does,
-    bring it weights, check whether it can serve requests, wait until it never will again, and say whether it waits for
-    whole weights."""
+    """An engine, and the functions of its life: they end what it holds, check that it computes images as the model's
+    own code does, bring it weights, check whether it can serve requests, wait until it can serve none any more, and say
+    whether it waits for whole weights."""
 
     engine: RolloutEngine
     close: Callable[[], Awaitable[None]]

@@ -31,9 +31,9 @@ def follow_grammars(model: Any, masks: Masks | None) -> None:
 
 @frozen(kw_only=True, eq=False)
 class AllowedTokens:
-    """The tokens that are possible in some of a batch's rows of logits: `rows_R` int64, ascending, indices of these
-    rows, on the CPU, which need not ask a GPU for them; and `bits_RB` uint8, as `Masks` returns them, on the device of
-    logits."""
+    """The tokens that are possible in some of a batch's rows of logits. `rows_R` int64, ascending, has the indices of
+    these rows; it is on the CPU, so that nothing waits for a GPU. `bits_RB` uint8, as `Masks` returns them, is on the
+    device of the logits."""
 
     rows_R: Tensor
     bits_RB: Tensor

@@ -126,9 +126,9 @@ def likely_tokens(
     vocabulary: VocabularyShare,
     size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what a teacher keeps at these hidden states: ids_AK int32 of the `top_k` tokens of `settings` that are
-    most likely among the first `size` of the vocabulary (None: of all), and logprobs_AB float32 (nats) of those and,
-    in the last place, of all others. Other arguments as in `distilled_logprobs`."""
+    """Returns a teacher's predictions at these hidden states: ids_AK int32 of the likeliest tokens (`top_k` of
+    `settings`) among the first `size` of the vocabulary (None: of all), and logprobs_AB float32 (nats) of those and, in
+    the last place, of all others together. Other arguments as in `distilled_logprobs`."""
     assert settings.top_k is not None
     whole = vocabulary.size(weight_VH)
     size = whole if size is None else min(size, whole)

@@ -1,7 +1,7 @@
 """Forward passes of models that see images.
 
-A model's own code computes the features of images and puts them in the place of placeholder tokens, one after the other
-in the order of the tokens; here it is told which tokens stand for which images, and gets its own position ids.
+A model's own code computes the features of images and puts them in the place of placeholder tokens, in the order of the
+tokens. This module tells it which tokens stand for which images, and gives it position ids.
 Invariants: a pass over tokens without images is the text model's; a placeholder token that the policy sampled itself
 stands for no image. Where processes share a batch, each computes the features of all its images, and hands those of its
 own tokens to its language model. Does not own: reading images (`adapters/chat/image_files.py`).

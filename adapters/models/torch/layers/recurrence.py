@@ -3,8 +3,8 @@
 A convolution takes a token's predecessors from wherever they lie, in one row for all nodes. A recurrence hands a state
 from token to token: nodes are cut into *segments* where others branch off, and each segment begins with the state at
 the end of the one before it. Segments that wait for no other are computed together, as rows filled up on the right with
-zeros, which leave the state as it is; all that nothing waits for come last, so replies to one prompt are rows of one
-call, wherever they part.
+zeros, which leave the state as it is. Segments that no other waits for come last, so that replies to one prompt are
+rows of one call, wherever they part.
 Does not own: what a row computes (`recurrent_layers.py`), nor how processes share a forest (`shared_recurrence.py`).
 """
 

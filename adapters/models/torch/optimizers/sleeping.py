@@ -83,8 +83,8 @@ class SleepingTensors:
 
 
 def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the sizes of slabs of memory, and for each of the `sizes` its slab and its first byte there. torch locks
-    powers of two alone, nearly twice what a tensor may need; many tensors that share slabs need little more than their
+    """Returns the sizes of slabs of memory, and for each of the `sizes` its slab and its first byte there. torch pins
+    memory in powers of two, up to twice what a tensor needs; tensors that share slabs need little more than their
     sum."""
     slabs: list[int] = []
     used: list[int] = []
