@@ -186,17 +186,12 @@ def tell(name: str, results: dict[str, dict[str, Any]], folder: str) -> None:
         Path(folder, "first_light.json").write_text(json.dumps(results, indent=1))
 
 
-def main() -> None:
-    given = ARGS.parse_args()
-    if given.section:
-        RUN.tiny, RUN.file, RUN.packed = given.tiny, given.out, given.vllm_packed
-        sys.exit(run_section(given.section))
-    wanted = {n for n in given.only.split(",") if n}
-    names = {s.__name__: seconds for s, seconds in SECTIONS.items() if not wanted or s.__name__ in wanted}
+def results_of(names: dict[str, float], given: Any) -> dict[str, dict[str, Any]]:
+    """Runs sections one after the other, while the next one starts, and tells what each has found; those that an error
+    of CUDA's has ended run again, where each call is waited for. `names` has the seconds that each may take."""
     results: dict[str, dict[str, Any]] = {}
     began = time.perf_counter()
     begun: dict[str, Section] = {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # sections are in sessions of their own, and would go on
     try:
         for name, following in zip(names, [*[*names][1:], None], strict=True):
             t = time.perf_counter()
@@ -218,6 +213,18 @@ def main() -> None:
     finally:
         for section in begun.values():
             section.end()
+    return results
+
+
+def main() -> None:
+    given = ARGS.parse_args()
+    if given.section:
+        RUN.tiny, RUN.file, RUN.packed = given.tiny, given.out, given.vllm_packed
+        sys.exit(run_section(given.section))
+    wanted = {n for n in given.only.split(",") if n}
+    names = {s.__name__: seconds for s, seconds in SECTIONS.items() if not wanted or s.__name__ in wanted}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # sections are in sessions of their own, and would go on
+    results = results_of(names, given)
     failed = [name for name, found in results.items() if "FAILED" in found]
     print("\n".join(f"{name:20} {'FAILED' if name in failed else 'ok'}" for name in results))
     sys.exit(bool(failed))

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,16 @@ def attention_is_right(out: Any) -> None:
 
 
 def _error(kind: str, dtype: torch.dtype, width: int, value_width: int, window: int | None, form: str) -> float:
-    """Largest relative error of attention's result and its gradients."""
+    """Largest relative error of attention's result and its gradients.
+
+    Args:
+        kind: way of attention, as `use` takes it.
+        dtype: number format of attention; what it is compared with is float32.
+        width: of a head's queries and keys.
+        value_width: of a head's values.
+        window: tokens that a query sees; None: all before it.
+        form: `plain`, `sinks` or `cap`.
+    """
     from rollgrad.adapters.models.torch.kernels.score_form import ScoreForm
     from rollgrad.adapters.models.torch.layers.attention import ForestAttention
     from rollgrad.adapters.models.torch.layers.layout import Node
@@ -163,22 +173,8 @@ def _error(kind: str, dtype: torch.dtype, width: int, value_width: int, window: 
     shapes = ((hq, width), (hk, width), (hk, value_width), (hq, value_width))
     q, k, v, g = (torch.randn(1, h, total, w, device=DEV) for h, w in shapes)
     sinks, g = torch.randn(hq, device=DEV), g.transpose(1, 2)
-    visible = torch.zeros(total, total, dtype=torch.bool, device=DEV)
-    position = torch.zeros(total, dtype=torch.long, device=DEV)
-    for n in nodes:
-        own = torch.arange(n.length, device=DEV)
-        position[n.start : n.start + n.length] = n.prefix_length + own
-        visible[n.start : n.start + n.length, n.path()[: n.prefix_length]] = True
-        visible[n.start : n.start + n.length, n.start : n.start + n.length] = own[None] <= own[:, None]
-    if window is not None:
-        visible &= position[None] > position[:, None] - window
     leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
-    kk, vv = (t.repeat_interleave(hq // hk, 1) for t in leaves[1:3])
-    scores = leaves[0] @ kk.transpose(-1, -2) * width**-0.5
-    scores = (2 * torch.tanh(scores / 2) if form == "cap" else scores).masked_fill(~visible, -torch.inf)
-    sink = (leaves[3] if form == "sinks" else torch.full_like(sinks, -torch.inf)).view(1, hq, 1, 1)
-    weights = torch.cat([scores, sink.expand(1, hq, total, 1)], -1).softmax(-1)[..., :-1]
-    expected = (weights @ vv).transpose(1, 2)
+    expected = _expected(*leaves, _visible(nodes, total, window), form)
     expected.backward(g)
     use(kind)
     ours = [t.to(dtype).requires_grad_() for t in (q, k, v, sinks)]
@@ -193,6 +189,31 @@ def _error(kind: str, dtype: torch.dtype, width: int, value_width: int, window: 
         *((a.grad, b.grad) for a, b in zip(ours[:count], leaves[:count], strict=True)),
     ]
     return max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
+
+
+def _visible(nodes: Sequence[Any], total: int, window: int | None) -> torch.Tensor:
+    """Whether each token of a forest sees each other one, [total, total]."""
+    visible = torch.zeros(total, total, dtype=torch.bool, device=DEV)
+    position = torch.zeros(total, dtype=torch.long, device=DEV)
+    for n in nodes:
+        own = torch.arange(n.length, device=DEV)
+        position[n.start : n.start + n.length] = n.prefix_length + own
+        visible[n.start : n.start + n.length, n.path()[: n.prefix_length]] = True
+        visible[n.start : n.start + n.length, n.start : n.start + n.length] = own[None] <= own[:, None]
+    return visible if window is None else visible & (position[None] > position[:, None] - window)
+
+
+def _expected(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, visible: torch.Tensor, form: str
+) -> torch.Tensor:
+    """Attention by its formula [1, T, H, E], of queries and keys [1, H, T, D] and values [1, H, T, E]."""
+    hq, total, width = q.shape[1:]
+    kk, vv = (t.repeat_interleave(hq // k.shape[1], 1) for t in (k, v))
+    scores = q @ kk.transpose(-1, -2) * width**-0.5
+    scores = (2 * torch.tanh(scores / 2) if form == "cap" else scores).masked_fill(~visible, -torch.inf)
+    sink = (sinks if form == "sinks" else torch.full_like(sinks, -torch.inf)).view(1, hq, 1, 1)
+    weights = torch.cat([scores, sink.expand(1, hq, total, 1)], -1).softmax(-1)[..., :-1]
+    return (weights @ vv).transpose(1, 2)
 
 
 def _decoding_error(dtype: torch.dtype) -> float:
