@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from attrs import define, field
+
 from rollgrad.adapters.servers.content import content_of, text_of
 from rollgrad.adapters.servers.guard import HttpError, error_body, error_type
 from rollgrad.adapters.servers.openai_wire import KEEP_ALIVE, MOST_LIKELY, told_logprobs
@@ -269,50 +271,63 @@ def _called(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 def _messages(items: Sequence[Any]) -> list[Message]:
     """Returns the conversation of input items; those of one reply become one message."""
-    messages: list[Any] = []
-    names: dict[str, str] = {}
+    conversation = _Conversation()
+    each("input", items, conversation.add)
+    return conversation.messages
 
-    def reply(*, follows: Sequence[str]) -> dict[str, Any]:
-        """Returns the assistant message that an item belongs to: the last one, unless it has one of these fields."""
-        if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(field) for field in follows):
-            messages.append({"role": "assistant", "content": ""})
-        last: dict[str, Any] = messages[-1]
-        return last
 
-    def add(item: Any, index: int) -> None:
+@define
+class _Conversation:
+    """The messages of the input items that were read so far."""
+
+    messages: list[Any] = field(factory=list)
+    _names: dict[str, str] = field(factory=dict)
+    """Names of the functions that were called, by the ids of the calls."""
+
+    def add(self, item: Any, index: int) -> None:
+        """Reads an item: it becomes a message, or a part of the last one."""
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise bad(f"{where} must be an object.")
         kind = item.get("type") or "message"
         if kind == "message" and item.get("role") in ROLES:
-            role = "system" if item["role"] == "developer" else item["role"]
-            if role == "assistant":
-                text = text_of(item.get("content"), f"{where}.content", TEXTS)
-                reply(follows=("content", "tool_calls"))["content"] = text
-            else:
-                reads = content_of if role == "user" else text_of
-                messages.append({"role": role, "content": reads(item.get("content"), f"{where}.content", TEXTS)})
+            self._add_message(item, where)
         elif kind == "reasoning":
             thought = text_of(read(item, "content", list, []), f"{where}.content", ("reasoning_text",))
             if thought:
-                reply(follows=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = thought
+                self._reply(without=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = thought
         elif kind == "function_call":
             call_id, name = read(item, "call_id", str, ""), read(item, "name", str, "")
-            names[call_id] = name
+            self._names[call_id] = name
             entry = call_entry(call_id, name, arguments_of(item.get("arguments") or "{}"))
-            reply(follows=()).setdefault("tool_calls", []).append(entry)
+            self._reply(without=()).setdefault("tool_calls", []).append(entry)
         elif kind == "function_call_output":
             call_id = read(item, "call_id", str, "")
             content = content_of(item.get("output"), f"{where}.output", TEXTS)
-            result = {"role": "tool", "tool_call_id": call_id, "name": names.get(call_id, ""), "content": content}
-            messages.append(result)
+            name = self._names.get(call_id, "")
+            self.messages.append({"role": "tool", "tool_call_id": call_id, "name": name, "content": content})
         else:
             raise bad(
                 f"{where} is of type {kind!r}, but this model reads messages, reasoning, calls and their outputs."
             )
 
-    each("input", items, add)
-    return messages
+    def _add_message(self, item: Mapping[str, Any], where: str) -> None:
+        role = "system" if item["role"] == "developer" else item["role"]
+        if role == "assistant":
+            text = text_of(item.get("content"), f"{where}.content", TEXTS)
+            self._reply(without=("content", "tool_calls"))["content"] = text
+        else:
+            reads = content_of if role == "user" else text_of
+            self.messages.append({"role": role, "content": reads(item.get("content"), f"{where}.content", TEXTS)})
+
+    def _reply(self, *, without: Sequence[str]) -> dict[str, Any]:
+        """Returns the assistant message that an item belongs to: the last message if it is one `without` these fields,
+        else a new one."""
+        last: dict[str, Any] | None = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant" or any(last.get(name) for name in without):
+            last = {"role": "assistant", "content": ""}
+            self.messages.append(last)
+        return last
 
 
 def _refuse_stored(body: Mapping[str, Any], name: str) -> None:
