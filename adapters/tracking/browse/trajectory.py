@@ -122,14 +122,7 @@ def replies_to(rollouts: Rollouts, prompt_id: str) -> dict[str, Any]:
     if not rows:
         raise DataError("No evaluation of the run has this prompt: choose another run, or another prompt.")
     summaries = rollouts.rows(rows)
-    whole: dict[str, Mapping[str, Any]] = {}
-    by_file: dict[Path, list[tuple[int, str]]] = {}
-    for row, summary in zip(rows, summaries, strict=True):
-        file, place = rollouts.file_of(row)
-        by_file.setdefault(file, []).append((place, summary["key"]))
-    for file, places in by_file.items():
-        texts = read_rows(file, [place for place, _ in places], WHOLE).to_pylist()
-        whole |= {key: text for (_, key), text in zip(places, texts, strict=True)}
+    whole = _whole_rows(rollouts, {row: summary["key"] for row, summary in zip(rows, summaries, strict=True)})
     steps: dict[int, list[dict[str, Any]]] = {}
     for summary in summaries:
         shown = {name: summary[name] for name in ("key", "reward", "score", "stop_reason", "action_tokens", "failure")}
@@ -142,6 +135,19 @@ def replies_to(rollouts: Rollouts, prompt_id: str) -> dict[str, Any]:
         "label": first["label"],
         "steps": [{"step": step, "replies": replies} for step, replies in sorted(steps.items())],
     }
+
+
+def _whole_rows(rollouts: Rollouts, keys: Mapping[int, str]) -> dict[str, Mapping[str, Any]]:
+    """Returns the columns `WHOLE` of rows, by the keys that `keys` has of their numbers; opens each file once."""
+    by_file: dict[Path, list[tuple[int, str]]] = {}
+    for row, key in keys.items():
+        file, place = rollouts.file_of(row)
+        by_file.setdefault(file, []).append((place, key))
+    texts: dict[str, Mapping[str, Any]] = {}
+    for file, places in by_file.items():
+        found = read_rows(file, [place for place, _ in places], WHOLE).to_pylist()
+        texts |= {key: text for (_, key), text in zip(places, found, strict=True)}
+    return texts
 
 
 @lru_cache(maxsize=16)
