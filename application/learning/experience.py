@@ -8,6 +8,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from rollgrad.application.learning.advantage_metrics import advantage_metrics
 from rollgrad.application.learning.microbatch import split
 from rollgrad.application.learning.teacher_prompts import TeacherPrompts
 from rollgrad.application.settings.sections.algo import AlgoConfig
@@ -323,20 +324,7 @@ class ExperienceService:
             std_norm=not advantage.no_std_norm,
             settings=getattr(self._algo.estimators, advantage.estimator, None),
         )
-        actions = batch.action_mask_N.count_nonzero()  # sums of bool take six times as long
-        metrics["advantage/mean"] = float(result.advantages_N.sum() / actions)
-        metrics["advantage/abs_mean"] = float(result.advantages_N.abs().sum() / actions)
-        own = {f"advantage/{name}": float(value) for name, value in result.metrics.items()}
-        if taken := metrics.keys() & own.keys():
-            raise ConfigurationError(
-                f"The estimator {advantage.estimator} reports {', '.join(sorted(taken))}, which every estimator has: "
-                "give its metrics other names."
-            )
-        metrics |= own
-        if batch.values_N is not None:
-            metrics["critic/explained_variance"] = _explained_variance(
-                batch.values_N[batch.action_mask_N], result.returns_N[batch.action_mask_N]
-            )
+        metrics |= advantage_metrics(batch, result, estimator=advantage.estimator, others=metrics)
         return evolve(batch, advantages_N=result.advantages_N, returns_N=result.returns_N)
 
     def _passes(self, batch: Batch, model: PolicyModel | ReferenceModel | ValueModel) -> Passes[Batch]:
@@ -384,9 +372,3 @@ def _check_parts(estimator: str, batch: RolloutBatch, weights_K: Tensor) -> None
             f"{float(total_R[first]):g} in all and {float(named_R[first]):g} by name: give every reward of an episode "
             "a name and its weight (--reward.weights), or set --algo.advantage.estimator to group_norm."
         )
-
-
-def _explained_variance(values_A: Tensor, returns_A: Tensor) -> float:
-    """Returns 1 - Var(returns - values) / Var(returns); 0 if the returns do not vary."""
-    variance = returns_A.var(correction=0)
-    return 0.0 if variance == 0 else float(1 - (returns_A - values_A).var(correction=0) / variance)
