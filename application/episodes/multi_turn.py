@@ -109,27 +109,34 @@ class MultiTurnExecutor(AgentExecutor):
         ended = stop_reason or StopReason.LENGTH
         last = session.last
         _check_roles(last, ledger.roles)
-        parts, answer, feedback = last.reward_parts, last.answer, last.feedback
-        score, metrics = last.score, {"turns": float(ledger.turns), "branches": float(ledger.branches), **last.metrics}
         if last.reward is None and not last.rewards:
             reward = await self._judge(session, ledger, request, response, ended)
             ledger.reward_last(reward.value)
             score = reward.value if reward.score is None else reward.score
-            metrics, parts = {**metrics, **reward.metrics}, reward.parts
-            answer, feedback = reward.answer, reward.feedback
-        elif not self._said:
-            self._said = True
-            log.info("the environment rewards its episodes: the run's reward judges only those whose reward is None")
+        else:
+            self._tell_rewarding()
+            reward = _own_reward(last)
+            score = last.score
         return ledger.trajectories(
             group_id=request.group_id,
             sample_id=request.sample_id,
             stop_reason=ended,
             score=score,
-            metrics=metrics,
-            reward_parts=parts,
-            answer=answer,
-            feedback=feedback,
+            metrics={
+                "turns": float(ledger.turns),
+                "branches": float(ledger.branches),
+                **last.metrics,
+                **reward.metrics,
+            },
+            reward_parts=reward.parts,
+            answer=reward.answer,
+            feedback=reward.feedback,
         )
+
+    def _tell_rewarding(self) -> None:
+        if not self._said:
+            self._said = True
+            log.info("the environment rewards its episodes: the run's reward judges only those whose reward is None")
 
     async def _judge(
         self,
@@ -152,6 +159,17 @@ class MultiTurnExecutor(AgentExecutor):
             images=latest.images,
         )
         return await judged(self._rewards, question)
+
+
+def _own_reward(last: StepResult) -> Reward:
+    """Returns what an environment's last step says of the episode, without the metrics of the environment."""
+    return Reward(
+        value=last.reward or 0.0,
+        score=last.score,
+        parts=last.reward_parts,
+        answer=last.answer,
+        feedback=last.feedback,
+    )
 
 
 def _check_roles(last: StepResult, roles: Sequence[str]) -> None:
