@@ -65,6 +65,7 @@ class JudgeServers:
         timeout: seconds for one question, all attempts together.
         token_variable: environment variable whose value, if set, is sent as a bearer token.
         circuit: circuit breaker of each server.
+
     Raises:
         ConfigurationError: a URL cannot be requested.
     """

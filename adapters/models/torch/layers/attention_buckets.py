@@ -130,19 +130,23 @@ def _seen_parts(node: Node, window: int | None, queries: int) -> Iterator[Node]:
 
 
 def bucketed(nodes: Sequence[Node], most: int | None = None) -> list[list[Node]]:
-    """Returns nodes in buckets of similar shape, largest first; those of several nodes have at most `most` scores."""
+    """Returns nodes in buckets of similar shape, largest first; those of several nodes have at most `most` scores.
+
+    A node joins the last bucket if both have a prefix or neither has, and if that takes little padding.
+    """
     buckets: list[list[Node]] = []
-    area = longest = 0
+    scores = longest = 0  # of the last bucket: scores without padding, and queries of its longest node
     for node in sorted(nodes, key=lambda n: (n.prefix_length == 0, n.keys, n.length), reverse=True):
         if buckets:
-            first, rows = buckets[-1][0], len(buckets[-1]) + 1  # the first has most keys
-            padded, real = rows * max(longest, node.length) * first.keys, area + node.length * node.keys
-            alike = (node.prefix_length == 0) == (first.prefix_length == 0) and (most is None or padded <= most)
-            little = padded <= PADDING_TOLERANCE * real and padded - real <= MOST_PADDING
-            if alike and (little or padded <= SMALL_BUCKET):
+            first = buckets[-1][0]  # it has the most keys
+            joined_scores, joined_longest = scores + node.length * node.keys, max(longest, node.length)
+            padded = (len(buckets[-1]) + 1) * joined_longest * first.keys
+            allowed = (node.prefix_length == 0) == (first.prefix_length == 0) and (most is None or padded <= most)
+            little = padded <= PADDING_TOLERANCE * joined_scores and padded - joined_scores <= MOST_PADDING
+            if allowed and (little or padded <= SMALL_BUCKET):
                 buckets[-1].append(node)
-                area, longest = real, max(longest, node.length)
+                scores, longest = joined_scores, joined_longest
                 continue
         buckets.append([node])
-        area, longest = node.length * node.keys, node.length
+        scores, longest = node.length * node.keys, node.length
     return buckets
