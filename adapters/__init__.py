@@ -1,1 +1,1 @@
-"""Technology: each folder implements ports with one library and imports it lazily."""
+"""Implementations of the ports: each package implements one with a library, which it imports only when it is used."""

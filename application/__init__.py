@@ -1,1 +1,1 @@
-"""Use cases: they orchestrate ports and know no technology."""
+"""Use cases: they play episodes, collect groups, learn and run through ports, and import no technology."""

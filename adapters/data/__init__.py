@@ -1,1 +1,1 @@
-"""Prompts from datasets and procedural tasks, and the examples of offline trainers."""
+"""Prompts from datasets and procedural tasks, replies in files, and the examples of offline trainers."""

@@ -1,1 +1,1 @@
-"""Rewards from built-in verifiers and from Python files."""
+"""Rewards from functions, verifiers, reward models, HTTP servers, and language models that judge."""

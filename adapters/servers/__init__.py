@@ -1,1 +1,1 @@
-"""HTTP servers: agents behind the wires of OpenAI and Anthropic, and reward models."""
+"""HTTP servers: agents with the APIs of OpenAI and Anthropic, reward models, the Tinker API, the page of runs."""

@@ -1,1 +1,1 @@
-"""Tools that agents call: Python functions, a code runner, thinking and the final answer."""
+"""Tools that agents call: Python functions, MCP servers, a code runner, thinking and the final answer."""

@@ -1,1 +1,1 @@
-"""Sinks of a run's metrics, and the report."""
+"""Sinks of a run's metrics (files, console, experiment trackers), and its rollouts, kept token by token."""

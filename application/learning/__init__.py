@@ -1,1 +1,1 @@
-"""Learning: makes optimizer steps from trajectories."""
+"""Learning: from trajectories or examples to optimizer steps."""

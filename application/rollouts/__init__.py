@@ -1,1 +1,1 @@
-"""Playing, choosing and measuring groups of episodes."""
+"""Rollouts: playing, choosing and measuring groups of episodes."""

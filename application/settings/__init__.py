@@ -1,1 +1,1 @@
-"""Settings of a run, their ranges, the rules across them, and presets."""
+"""Settings of a run, their ranges, the rules across them, presets, and the plan of memory and time."""

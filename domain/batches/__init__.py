@@ -1,1 +1,1 @@
-"""Trajectories laid end to end, and how a batch is divided."""
+"""Sequences laid end to end, how a batch is divided, and how metrics of its parts are combined."""

@@ -1,1 +1,1 @@
-"""Pure state machines that steer a run, and findings about it."""
+"""Pure state machines that steer a run (staleness, KL weight, learning rate, health of engines), and findings."""

@@ -17,15 +17,15 @@ def test_paths_in_the_documents_exist() -> None:
     assert {path for path in paths if not (ROOT / path).exists()} == set()
 
 
-def test_every_room_is_described() -> None:
-    """A room is a package of a layer; a layer's own modules need no line."""
-    rooms = {
+def test_every_package_is_described() -> None:
+    """A layer's own modules need no line."""
+    packages = {
         f"{layer}/{folder.name}/"
         for layer in LAYERS
         for folder in (ROOT / layer).iterdir()
         if (folder / "__init__.py").exists()
     }
-    assert {room for room in rooms if f"`{room}`" not in ARCHITECTURE} == set()
+    assert {package for package in packages if f"`{package}`" not in ARCHITECTURE} == set()
 
 
 def test_the_way_of_a_setting_leads_through_names_that_are_there() -> None:
