@@ -172,6 +172,14 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
             if url.strip() and (problem := address_problem(url.strip(), f"reward.{key}")) is not None:
                 yield problem
     yield from _judge_problems(reward)
+    judged_here = generated and not sources and not has_reward
+    yield from _verifier_problems(reward, generated=judged_here)
+    if not (sources or generated or has_reward):  # last, for the estimator may have a name that nobody knows
+        yield from _unjudged_problems(config)
+
+
+def _verifier_problems(reward: RewardConfig, *, generated: bool) -> Iterator[str]:
+    """Yields the problems of verifiers and of their sandbox; `generated` prompts are judged by their own scorer."""
     if reward.verifier is Verifier.FORMAT and reward.format_pattern is None:
         yield "reward.verifier is format, which needs a regular expression: set --reward.format_pattern."
     if reward.format_pattern is not None:
@@ -182,15 +190,20 @@ def reward_problems(config: RLConfig, datasets: str, *, has_reward: bool) -> Ite
                 f"reward.format_pattern is {reward.format_pattern!r}, which is no regular expression ({error}): change "
                 "--reward.format_pattern."
             )
-    judged = reward.verifier in (Verifier.MATH, Verifier.FORMAT) or (generated and not sources and not has_reward)
-    if reward.isolation is not JudgeIsolation.SANDBOX and not judged:
+    isolated = reward.verifier in (Verifier.MATH, Verifier.FORMAT) or generated
+    if reward.isolation is not JudgeIsolation.SANDBOX and not isolated:
         yield (
             f"reward.isolation is {reward.isolation}, which only the math and format verifiers and the scorers of "
             f"{REASONING_GYM}TASK read: leave --reward.isolation out."
         )
-    if sources or generated or has_reward:
-        return
-    # Last, for the estimator may have a name that nobody knows.
+
+
+def _unjudged_problems(config: RLConfig) -> Iterator[str]:
+    """Yields that there is no reward, which a run needs that does not learn from a teacher alone, and its evaluation.
+
+    Raises:
+        ConfigurationError: no estimator has the name that is set.
+    """
     taught = "teacher" in traits_of(config.algo.advantage.estimator).needs
     if taught and not config.eval.dataset:
         return
