@@ -270,6 +270,14 @@ class RolloutService:
             bound=BOUND,
         )
 
+    async def _run(self, request: EpisodeRequest) -> Episode:
+        """Plays an episode, and tells of it if it takes long."""
+        overdue = asyncio.get_running_loop().call_later(LONG_SECONDS, self._tell_long, request)
+        try:
+            return await self._executor.run(request)
+        finally:
+            overdue.cancel()
+
     def slots(self) -> EpisodeSlots:
         """Returns the places of episodes in flight that the groups of one stream share."""
         return EpisodeSlots(self.admission)
@@ -295,15 +303,11 @@ class RolloutService:
         seconds: dict[int, float] = {}
 
         async def episode(sample_id: int, settings: SamplingParams) -> Episode:
+            seeded = evolve(settings, seed=sample_seed(self._seed, sample_id))
+            request = EpisodeRequest(prompt=prompt, params=seeded, group_id=group_id, sample_id=sample_id)
             async with slots:
-                seeded = evolve(settings, seed=sample_seed(self._seed, sample_id))
                 started = clock()
-                request = EpisodeRequest(prompt=prompt, params=seeded, group_id=group_id, sample_id=sample_id)
-                overdue = asyncio.get_running_loop().call_later(LONG_SECONDS, self._tell_long, request)
-                try:
-                    result = await self._executor.run(request)
-                finally:
-                    overdue.cancel()
+                result = await self._run(request)
                 if settings is params:  # the greedy baseline is no sample
                     seconds[sample_id] = clock() - started
                 on_end()
