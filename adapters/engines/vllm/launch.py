@@ -41,19 +41,26 @@ def start(
     extra: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> Any:
-    """Returns an `AsyncLLM` that takes weights by `sync_backend` and holds sequences of up to `longest` tokens, but no
-    more than the model has positions for, which None stands for. Log-probs are of the distribution that is sampled
-    from; prompts are computed whole on a CPU, where vLLM cannot take back the random number that a part of one draws.
-    `threads` of the processes that share a model on a CPU; None leaves it to OMP_NUM_THREADS how many each has.
-    `sleeps`: whether it can give its memory to others, which it then allocates in a way of its own. `records_experts`:
-    whether it says to which experts of a mixture it sent tokens. `top_logprobs`: number of most likely tokens that
-    requests may ask for, where they are more than vLLM's own bound. `extra`: further engine arguments, which count more
-    than what is chosen for them here.
+    """Returns an `AsyncLLM` whose log-probs are of the distribution that is sampled from.
+
+    On a CPU prompts are computed whole: vLLM cannot take back the random number that a part of one draws.
+
+    Args:
+        sync_backend: the way of weights to it.
+        longest: tokens of a sequence at most, but no more than the model has positions for; None stands for these.
+        threads: those of all processes that share a model on a CPU; None leaves it to OMP_NUM_THREADS how many each
+            has.
+        sleeps: whether it can give its memory to others, which it then allocates in another way.
+        records_experts: whether it says to which experts of a mixture it sent tokens.
+        top_logprobs: number of most likely tokens that requests may ask for, where it is above vLLM's own bound.
+        extra: further engine arguments, which override those that are chosen here.
+        settings: arguments of `AsyncEngineArgs`, `max_num_seqs` among them.
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ConfigurationError: vLLM has no such argument, it is one of `settings`, or its results would be wrong here.
-        EngineError: it does not start with `settings`, arguments of `AsyncEngineArgs` with `max_num_seqs` among them.
+        ConfigurationError: vLLM has no such argument in `extra`, it is one of `settings`, or its results would be wrong
+            here.
+        EngineError: vLLM does not start.
     """
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
