@@ -143,7 +143,7 @@ def _division_problems(config: RLConfig) -> list[str]:
 
     try:
         model = load_model_config(config.actor.model_name_or_path, flag="--actor.model_name_or_path")
-    except RollgradError:  # which is said when the model is looked for
+    except RollgradError:  # the problem is reported where the model is looked for
         return []
     sizes = config.vllm.tensor_parallel_size, config.vllm.pipeline_parallel_size
     here = None if config.cluster.enable else torch.cuda.device_count() or None

@@ -93,7 +93,7 @@ def _placed(container: RLContainer, row: Row) -> PlacedImages:
 
 
 def _with_reward(row: Row, reward: Reward | RewardError | None) -> Row:
-    row = {name: value for name, value in row.items() if name != FAILURE}  # of an earlier judgement
+    row = {name: value for name, value in row.items() if name != FAILURE}  # without the failure of an earlier judgement
     if reward is None:
         return {**row, "reward": None, "scores": None, "metrics": {}}
     if isinstance(reward, RewardError):

@@ -52,7 +52,7 @@ def planned_machine(config: RLConfig) -> PlannedMachine:
     if config.cluster.plan_for is not None:
         gpu, memory, speed = config.cluster.plan_for
         device = torch.device("cuda")
-        auto = config.actor.dtype == "auto"  # for which `resolve_dtype` would ask the GPU, which is elsewhere
+        auto = config.actor.dtype == "auto"  # `resolve_dtype` would ask for the GPU, which is elsewhere
         return PlannedMachine(
             machine=Machine(gpu=int(gpu * GIB), memory=int(memory * GIB)),
             device=device,

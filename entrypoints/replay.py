@@ -84,7 +84,8 @@ def replay(run: Path, config: RLConfig, step: int) -> Replayed:
         found = container.update().run(batch, objective).metrics
     finally:
         shut_down(container)
-    both = {name: (logged.get(name), value) for name, value in found.items() if name != "policy/lr"}  # of the schedule
+    # The schedule sets it.
+    both = {name: (logged.get(name), value) for name, value in found.items() if name != "policy/lr"}
     return Replayed(
         weights=weights,
         metrics={

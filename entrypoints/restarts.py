@@ -51,7 +51,7 @@ def until_finished(run: Run, train: Callable[[Run], Result]) -> Result:
             run = evolve(run, ckpt=again)
             import structlog
 
-            from rollgrad.entrypoints.run_record import starting_again  # which logs, as help does not
+            from rollgrad.entrypoints.run_record import starting_again  # it imports the log, which --help does without
 
             reason, most = str(error).removesuffix(START_AGAIN), run.cluster.max_restarts
             begun = partial(

@@ -158,7 +158,7 @@ class RunRecord:
 
     def _write(self) -> None:
         self._facts |= {"heartbeat": _now(), "boot": _boot()}
-        with suppress(OSError):  # of a disk that is gone, what was there is known
+        with suppress(OSError):  # the disk may be gone; what was written is known
             for step, _ in numbered(self._states, TRAINING_STATE)[:1]:
                 self._facts["training_state"] = step
         try:

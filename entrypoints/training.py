@@ -182,7 +182,7 @@ def _begin(config: TrainingRun, container: Any, saved: TrainingState | None, che
         run.resume(saved.state)
     elif config.ckpt.overwrite:  # only now, so that a run that cannot begin replaces nothing
         remove_run(config.ckpt)
-    elif logged := last_step(output_dir):  # of one that --ckpt.resume auto starts again
+    elif logged := last_step(output_dir):  # --ckpt.resume auto has found a run, but no state to continue from
         log.warning("the run starts anew: there is no training state of the steps that it logged", steps=logged)
     last_kept = -1 if saved is None else saved.step
     for name in LOGS:
@@ -289,7 +289,7 @@ def upload(model: Path, repository: str) -> None:
     """Uploads a model to the hub; a failure is reported, and is no reason to fail."""
     try:
         log.info("the model is on the hub", model=str(model), commit=upload_model(model, repository))
-    except Exception as error:  # of many kinds, and none is a reason to lose the run's result
+    except Exception as error:  # of any kind: none is a reason to lose the run's result
         log.warning(
             f"the model could not be uploaded; hf upload {repository} {model} does it",
             reason=redact(first_line(error), known_secrets()),

@@ -215,7 +215,8 @@ def load_processor(name_or_path: str, tokenizer: Any, *, flag: str) -> Any:
             processor = AutoProcessor.from_pretrained(name_or_path)
         else:
             kind = _processor_class(name_or_path)
-            absent = {VIDEO_PART: None} if VIDEO_PART in kind.get_attributes() else {}  # which SmolVLM's has to be told
+            # SmolVLM's processor requires the argument.
+            absent = {VIDEO_PART: None} if VIDEO_PART in kind.get_attributes() else {}
             processor = without_videos(kind).from_pretrained(name_or_path, **absent)
     if getattr(processor, "image_token", None) is None:
         raise CheckpointError(

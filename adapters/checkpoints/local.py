@@ -222,7 +222,7 @@ def _rescued(fill: Callable[[Path], None]) -> Path | None:
         fill(place / FINAL_MODEL)
         if not (place / FINAL_MODEL).is_dir():
             raise CheckpointError("The process that writes it is on another machine.")
-    except Exception:  # of any kind: the one before is the one to tell
+    except Exception:  # of any kind: the caller raises the error before this one
         if place is not None:
             shutil.rmtree(place, ignore_errors=True)
         return None

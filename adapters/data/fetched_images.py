@@ -145,7 +145,7 @@ class FetchedImages:
                 content += piece
                 if len(content) > MOST_BYTES:
                     raise ValueError(f"it is larger than {MOST_BYTES // 2**20} MiB")
-            if deadline.over:  # which looks like the end
+            if deadline.over:  # a connection that the deadline closed looks like the end of the answer
                 raise TimeoutError
             return bytes(content)
         finally:

@@ -117,7 +117,7 @@ class TokenStreams:
         finally:
             sampling.cancel()
             del self._replies[number]
-        for token in generation.token_ids[told:]:  # which the reply overtook
+        for token in generation.token_ids[told:]:  # the reply came before the last news of its tokens
             on_token(token)
         return generation
 
@@ -126,7 +126,7 @@ class TokenStreams:
             try:
                 news = await self._fetch()
             except EngineError:
-                return  # which each reply is told itself
+                return  # each call for a reply fails with the same error
             for number, tokens in news.items():
                 for token in tokens:
                     if (hear := self._replies.get(number)) is not None:

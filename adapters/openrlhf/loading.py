@@ -52,7 +52,7 @@ def load_agent_file(path: str) -> AgentFile:
     if program is not None:
         return _program_of(program, path)
     environment = getattr(module, "Environment", None)
-    if environment is Environment:  # the port, which a file imports whose own class has another name
+    if environment is Environment:  # the file has imported the port; its own class has another name
         environment = None
     cls = getattr(module, "AgentExecutor", None)
     # An agent file may import a class Environment from elsewhere; a class that it defines itself has precedence.

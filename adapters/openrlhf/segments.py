@@ -190,7 +190,7 @@ def _trajectory(
     for made in calls:
         sequence = [*made.prompt, *made.generation.token_ids][: len(tokens)]
         if len(made.prompt) <= len(tokens) and sequence == tokens[: len(sequence)]:
-            builder.add_routed(made.generation.routed)  # whose tokens these are, at the same places
+            builder.add_routed(made.generation.routed)  # the call sampled these tokens, at the same places
     if segment.ranges and segment.reward is not None:
         builder.set_reward(segment.reward)
     return builder.build(

@@ -107,7 +107,7 @@ def grade(label: str, response: str) -> float:
     found = _parsed(_COMPUTED.sub(r"\1", text if BOX in text else _DENIED.sub("", text)))
     if _is_number(gold[0]):
         found = list(filter(_may_be, found))
-        whole = getattr(gold[0], "is_Integer", False)  # which has no need of a fraction
+        whole = getattr(gold[0], "is_Integer", False)  # a whole number needs no second number, as a fraction does
         if _numbers_told(found) > (max(1, _numbers_told(gold)) if whole else _MANY - 1):
             return 0.0
     # A set of numbers may be told as an inequality.

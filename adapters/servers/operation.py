@@ -203,7 +203,7 @@ class Operation:
             scope[BEGUN] = begun
             try:
                 full = self._limit is not None and self._clients[client] > self._limit
-                if full and scope["path"] != RELOAD_PATH:  # which is the operator's
+                if full and scope["path"] != RELOAD_PATH:  # the operator may reload a full server
                     await error_response(self._busy())(scope, receive, heard)
                 else:
                     await app(scope, receive, heard)
@@ -214,11 +214,11 @@ class Operation:
             except asyncio.CancelledError:
                 status = stopping().status_code
                 raise
-            except BaseException:  # which the guard turns into an answer
+            except BaseException:  # the guard turns it into an answer
                 status = internal_error().status_code
                 raise
             finally:
-                self._clients -= Tally([client])  # which forgets a client without requests
+                self._clients -= Tally([client])  # removes clients without requests
                 path = scope["path"] if scope["path"] in paths else "other"
                 self._tell(scope, path, status, time.monotonic() - begun)
 

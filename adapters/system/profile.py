@@ -86,7 +86,7 @@ class _ThisProcess(Profiled):
 def _reported(step: int) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of the disk, of torch, or of a process that died, which the next step finds, too
+    except Exception as error:  # from the disk, torch, or a process that died, which the next step notices, too
         log.warning("the profile cannot be written", step=step, reason=str(error))
 
 

@@ -260,5 +260,5 @@ class TracedEnvironment(Environment):
 
     async def close(self) -> None:
         """Implements `Environment.close`."""
-        self._turns.end()  # one whose reply failed
+        self._turns.end()  # ends the span of a turn whose reply failed
         await self._inner.close()

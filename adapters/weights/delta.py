@@ -180,7 +180,7 @@ def distances_of(positions: Tensor) -> tuple[Tensor, Tensor]:
     before = torch.cat([positions.new_zeros(1), positions[:-1]])
     stops = (positions - before - 1).clamp(min=0) // FARTHEST
     if bool(stops.any()):
-        steps = torch.repeat_interleave(stops + 1)  # whose way each step is part of
+        steps = torch.repeat_interleave(stops + 1)  # for each step, the index of the way that it belongs to
         first = (stops + 1).cumsum(0) - stops - 1
         taken = torch.arange(1, len(steps) + 1) - first[steps]
         positions = torch.minimum(before[steps] + FARTHEST * taken, positions[steps])

@@ -88,7 +88,7 @@ def elements_within(source: Region, target: Region, offsets: Tensor) -> tuple[Te
     first, end = torch.searchsorted(offsets, bounds).tolist()
     rest = offsets[first:end] - source.offset
     steps = _joined_steps(source, target)
-    if len(steps) == 1 and steps[0][1] == 1:  # a run, of which every element is there
+    if len(steps) == 1 and steps[0][1] == 1:  # a run without gaps
         places = rest if steps[0][2] == 1 else rest * steps[0][2]
         return torch.arange(first, end, device=offsets.device), places + target.offset
     places = torch.full_like(rest, target.offset)

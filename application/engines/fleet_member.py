@@ -113,7 +113,7 @@ class MemberCalls:
             GaveUpError: `give_up` was called meanwhile.
         """
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        # Nobody asks for the error of a call that was cancelled, of which asyncio would write a trace.
+        # Reads the error of a call that nobody waits for any more: asyncio would print a trace of an unread one.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         task = engine_task(work)
 
@@ -133,7 +133,7 @@ class MemberCalls:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
             task.cancel()
-            await asyncio.wait([answer])  # so that a member that is to sleep next has nothing of the call any more
+            await asyncio.wait([answer])  # so that the call has ended before the member is put to sleep
             raise
         except EngineError as error:
             if life != self._lives:  # the error came first, but had not been seen when the member was given up
@@ -210,7 +210,7 @@ class Listener:
             token_ids=[*self._told[: self._begun], *reply.token_ids],
             logprobs=[*(logprob for logprob, _ in before), *reply.logprobs],
             versions=[*(version for _, version in before), *reply.versions],
-            kept=None,  # it is that of the attempt, of which the request knows nothing
+            kept=None,  # the number is of the last attempt, not of the whole request
         )
 
     def accepts(self, reply: Generation) -> bool:

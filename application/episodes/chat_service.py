@@ -232,7 +232,8 @@ class RecordedSession:
         self.refusal = ""
         """Sentence that the last one of them was told."""
         self._service = service
-        self._context = contextvars.copy_context()  # of the episode, to which belongs what is recorded of its replies
+        # The context of the episode: what is recorded of its replies belongs to it.
+        self._context = contextvars.copy_context()
         self._params = params
         self._limits = limits
         self._sealed = False

@@ -135,7 +135,7 @@ class AgentRuntime:
             return prepare(*arguments)
 
         def told() -> Prepared:
-            with foreign_code(ForeignError):  # of a template or a tokenizer; no future takes a StopIteration
+            with foreign_code(ForeignError):  # from a template or a tokenizer; a future cannot hold a StopIteration
                 return prepare(*arguments)
 
         return await asyncio.get_running_loop().run_in_executor(self._renderer, told)

@@ -50,7 +50,7 @@ class ToldOfReplies:
             samples = sorted((sample[0] for sample in group.samples), key=lambda sample: sample.sample_id)
             passed = [sample for sample in samples if reaches(sample.score, self.pass_threshold)]
             replies = [(sample, self.decode(_reply(sample))) for sample in passed[:2]]
-            tell = lru_cache(partial(self.tell, group.prompt))  # of a group without feedback it has two texts
+            tell = lru_cache(partial(self.tell, group.prompt))  # a group without feedback has two texts
             for sample in samples:
                 other = next((text for each, text in replies if each is not sample), None)
                 text = tell(other, None if sample in passed else sample.feedback)

@@ -260,7 +260,7 @@ class Run(Generic[Sample]):
         log.warning(f"the run ends early{effect}", step=self._done, error=type(error).__name__)
         try:
             self._states.finish()
-        except Exception as second:  # of the state before, if it is not `error` itself
+        except Exception as second:  # the state before could not be written; it may be `error` itself
             log.warning("no training state was saved", reason=str(second))
         saves = not exploded
         try:

@@ -47,7 +47,7 @@ class StateWriter:
         copied = evolve(state, state=_copied(state.state), description=_copied(state.description))
         thread = ThreadPoolExecutor(1, thread_name_prefix="training-state")
         self._writing = state.step, thread.submit(self._checkpoints.save_training, copied)
-        thread.shutdown(wait=False)  # it ends with its work, for which the end of this process waits
+        thread.shutdown(wait=False)  # the thread ends with its work; the process waits for it at its end
 
     def look(self) -> None:
         """Tells what became of the state that was being written, if it no longer is.

@@ -76,7 +76,7 @@ class StepCallback:
             return
         try:
             signature = inspect.signature(function)
-        except ValueError:  # of a builtin, which has no signature
+        except ValueError:  # a builtin has no signature
             return
         try:
             signature.bind(1, NOTHING, ())

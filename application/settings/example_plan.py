@@ -39,7 +39,7 @@ def as_sampling_nothing(run: OfflineRun, *, longest: int) -> RLConfig:
         ),
         data=DataConfig(max_len=longest, image_key=run.data.image_key),
         rollout=RolloutConfig(
-            engine=Engine.SERVER,  # whose memory is elsewhere
+            engine=Engine.SERVER,  # an engine that takes no memory here
             batch_size=run.train.batch_size if budget is None else math.ceil(budget / longest),
             n_samples_per_prompt=1,
             max_new_tokens=longest,  # any token may be trained

@@ -334,7 +334,7 @@ def _engine(config: RLConfig, shape: ModelShape, compute_bytes: int, machine: Ma
         if config.vllm.sync_delta and not machine.gpu:
             weights *= 2  # as they were loaded, and as they are packed
         extra = config.vllm.extra or {}
-        asked = extra.get("kv_cache_memory_bytes") or 0  # which counts more than the engine's share
+        asked = extra.get("kv_cache_memory_bytes") or 0  # it overrides the engine's share
         share = int(engine_share(config) * machine.gpu) - weights
         passes = max(share, asked, 0) if machine.gpu else asked or CPU_CACHE_BYTES
         captures = not (extra.get("enforce_eager") or extra.get("sleep_mode_offload_cudagraph"))

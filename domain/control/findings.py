@@ -64,7 +64,7 @@ class LearningWatch:
     _past: tuple[Finding, ...] = ()
     _first: Mapping[str, tuple[tuple[float, float], ...]] = field(factory=dict)  # age and value of metrics
     _rewards: tuple[float, ...] = ()  # means of the last rollouts
-    _best: Mapping[str, float] = field(factory=dict)  # of evaluations
+    _best: Mapping[str, float] = field(factory=dict)  # best values of evaluations
     _evaluated: int = -1
     _updates: int = 0
     _updates_without_gradient: int = 0

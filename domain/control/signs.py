@@ -113,7 +113,7 @@ def _describe_no_spread(metrics: Metrics, run: LearningSettings, rollouts: int) 
 
 def _truncated(metrics: Metrics, run: LearningSettings) -> bool | None:
     if run.one_token:
-        return None  # which is the whole answer: there is no room to end it
+        return None  # the whole answer is one token: there is no room for its end
     return metrics.get("rollout/truncated_share", 0.0) >= TRUNCATED_SHARE or None
 
 
@@ -315,7 +315,8 @@ def _describe_failing(metrics: Metrics, run: LearningSettings, rollouts: int) ->
 
 def _duplicates(metrics: Metrics, run: LearningSettings) -> bool | None:
     if run.one_token or _collapsed(metrics, run):
-        return None  # answers of one token are few; the other is the cause, of which this is the effect
+        # Answers of one token repeat anyway; a collapsed entropy is a finding itself, and causes duplicates.
+        return None
     repeated = metrics.get("rollout/duplicate_share", 0.0) >= DUPLICATE_SHARE
     return (repeated and metrics.get("rollout/all_passed_share", 0.0) < PASSED_SHARE) or None
 

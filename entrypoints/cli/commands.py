@@ -82,7 +82,8 @@ def _status(words: list[str]) -> int:
         raise
     except Exception as error:
         known = problem_lines(error) if isinstance(error, RollgradError) else []
-        hungry = lacks_memory(error) and not isinstance(error, OutOfMemory)  # which says what would need less
+        # `OutOfMemory` says itself what would need less.
+        hungry = lacks_memory(error) and not isinstance(error, OutOfMemory)
         if not (known or hungry) or os.environ.get("ROLLGRAD_DEBUG") == "1":
             traceback.print_exc()  # here: its message may contain a secret, which only this command's streams hide
         if not (known or hungry):

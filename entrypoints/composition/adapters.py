@@ -36,7 +36,7 @@ def check_adapters(config: Any) -> None:
             continue
         name = section.model_name_or_path or config.actor.model_name_or_path
         try:
-            with suppress(CheckpointError):  # which is said when the model is loaded
+            with suppress(CheckpointError):  # the error is raised again when the model is loaded
                 model_shape(f"{key}.model_name_or_path", name, lora)
         except ConfigurationError as error:
             problems.append(error)

@@ -72,7 +72,7 @@ def rank_model(make: MakeContainer, model: str, config: Any, steps: int = 0) -> 
     made = make(config)
     made.extension()
     ds = config.ds
-    width = 1 if model == "reward_model" else ds.sequence_parallel_size  # whose processes have texts of their own
+    width = 1 if model == "reward_model" else ds.sequence_parallel_size  # its processes share no sequences
     join_sequence_group(width, timeout=config.cluster.timeout)  # of the model that is made next
     join_expert_groups(config.cluster.expert_parallel_size, timeout=config.cluster.timeout, required=model in ACTORS)
     rests = (model == "local_reference" and config.ref.offload) or (model == "reward_model" and config.reward.offload)

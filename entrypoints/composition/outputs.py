@@ -71,7 +71,7 @@ def load_on_step(path: str | None) -> Callable[..., Any] | None:
     """
     called = load_function(path, "on_step", flag="--train.on_step_path")
     if called is not None:
-        StepCallback(called)  # which refuses one that cannot be called so
+        StepCallback(called)  # refuses a function that cannot be called in this way
     return called
 
 

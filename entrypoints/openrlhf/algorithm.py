@@ -65,7 +65,7 @@ def _kl(draft: RLDraft) -> None:
     use_loss = draft.value("algo.kl.use_loss", False)
     estimator = draft.value("algo.kl.estimator", "k1")
     if draft.value("algo.kl.unbiased_gradient", False):
-        if use_loss:  # of all three estimators the gradient is then that of rho k3
+        if use_loss:  # the gradient of all three estimators is then that of rho k3
             estimator = "k3_unbiased"
         else:
             draft.lose("algo.kl.unbiased_gradient", "KL in the reward has no gradient, in OpenRLHF neither")

@@ -86,7 +86,7 @@ def _offload(draft: RLDraft, loaded: Sequence[str]) -> None:
     for model in asked:
         if model in resting:
             draft.set(f"{model}.offload", True)
-        elif not resting:  # one flag asks for both, of which the run may have one
+        elif not resting:  # one flag asks for two models, and the run may have only one of them
             draft.lose(
                 f"{model}.offload", "it is the parameters of frozen models that rest, where no layers are shared"
             )

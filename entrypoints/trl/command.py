@@ -89,7 +89,7 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
     _output(draft)
     finish = FINISH[name]
     finish(draft)
-    if name != "distillation":  # which measures the divergence, and has no reward to judge replies by
+    if name != "distillation":  # distillation measures the divergence, and has no reward to judge replies by
         _evaluation(draft)
     if run is RLConfig:
         count_rollouts(draft)

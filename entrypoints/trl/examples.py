@@ -49,7 +49,7 @@ def finish_sft(draft: Draft, dataset: str | None) -> None:
         draft.changed.append(
             "of conversations the replies are trained, in TRL without --assistant_only_loss all tokens"
         )
-    if completion is not False and not assistant:  # whose marks in the template say where a reply ends
+    if completion is not False and not assistant:  # with `assistant`, marks in the template say where a reply ends
         draft.changed.append(ENDED)
     if draft.value("loss_type") == "chunked_nll":  # an older name of it
         draft.set("train.loss", "nll")

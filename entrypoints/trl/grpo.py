@@ -92,7 +92,8 @@ def _correction(draft: Draft) -> None:
     """
     threshold, mode = draft.value("off_policy_mask_threshold"), draft.value("vllm_importance_sampling_mode")
     corrects = draft.value("use_vllm", False) and draft.value("vllm_importance_sampling_correction")
-    corrects = corrects and draft.value("loss_type") != "vespo"  # whose own ratio is against vLLM
+    # The ratio of vespo is itself against the probabilities of vLLM.
+    corrects = corrects and draft.value("loss_type") != "vespo"
     if corrects and mode not in CORRECTIONS:
         raise ConfigurationError(
             f"--vllm_importance_sampling_mode is {mode}, but there are {', '.join(CORRECTIONS)}: change it."

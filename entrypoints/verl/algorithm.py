@@ -95,7 +95,7 @@ def _advantages(draft: RLDraft) -> None:
 
 def _kl(draft: RLDraft) -> None:
     if draft.distils:
-        return  # which is the run's only KL
+        return  # distillation is the run's only KL
     coef, in_loss = draft.kl
     if in_loss and draft.asks("algorithm.use_kl_in_reward"):
         draft.lose("algorithm.use_kl_in_reward", "KL is in the loss alone, for a run has one KL term")

@@ -21,7 +21,7 @@ def translate_distillation(draft: RLDraft) -> None:
     if not draft.distils:
         for name, given in draft.options.items():
             idle = name.startswith(f"{TEACHING}.") and name != f"{TEACHING}.enabled" and not given.unset
-            if idle and draft.program.flags[name].reason is None:  # of the others that is told already
+            if idle and draft.program.flags[name].reason is None:  # flags with a reason are reported already
                 draft.lose(name, "there is no teacher without distillation.enabled, in verl neither")
         return
     _teacher(draft)

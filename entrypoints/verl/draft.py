@@ -50,7 +50,7 @@ class VerlDraft(Draft):
         if given is None or given.unset:
             return False
         if given.values in [(idle,) for idle in IDLE]:
-            return SAYS_ALWAYS[0] in self.program.flags[name].idle  # which is on here, whatever is asked
+            return SAYS_ALWAYS[0] in self.program.flags[name].idle  # some features are always on here
         return super().asks(name)
 
     def one_of(self, name: str, values: Sequence[str]) -> str:

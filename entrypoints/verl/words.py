@@ -96,7 +96,7 @@ def read_command(argv: Sequence[str]) -> Command:
         if match is None:
             continue
         package, module = match[1] or match[3], match[2] or match[4]
-        if f"{ONE_STEP_OFF}." in word.replace("/", "."):  # whose module is called main_ppo, too
+        if f"{ONE_STEP_OFF}." in word.replace("/", "."):  # the module of this recipe is called main_ppo, too
             package, module = "verl", ONE_STEP_OFF
         elif module in ASYNCHRONOUS:
             package, module = "verl", ASYNCHRONOUS[module]

@@ -206,7 +206,7 @@ def _prepare_all(
     report.measure(row_lengths)
     arrays = {}
     for name, kind in ARRAYS.items():
-        column = columns.pop(name)  # of which there is no second copy for longer than it takes
+        column = columns.pop(name)  # popped, so that two copies of a column exist only while one is made
         joined = numpy.concatenate(column or [[]]) if name in ("tokens", "weights") else column
         arrays[name] = numpy.asarray(joined, dtype=kind)
     return arrays, report

@@ -94,7 +94,8 @@ def start(
         arguments = AsyncEngineArgs(**{**settings, **chosen, **extra})
         model = arguments.create_model_config()
         if longest is not None:
-            held = min(model.max_model_len, max(longest, PROBE_TOKENS))  # so far as many as the model has positions
+            # `max_model_len` is the number of its positions so far.
+            held = min(model.max_model_len, max(longest, PROBE_TOKENS))
             model.max_model_len = arguments.max_model_len = held
         if cpu:
             _check_for_a_cpu(arguments, model, guesses=guesses)
@@ -134,11 +135,11 @@ def _arguments(
         "enable_prefix_caching": True,
         "enable_return_routed_experts": records_experts,
         "generation_config": "vllm",
-        "limit_mm_per_prompt": {"video": 0},  # no prompt has one, for which it would set memory aside
+        "limit_mm_per_prompt": {"video": 0},  # no prompt has videos, and vLLM would set memory aside for them
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": ALL if guesses else max(top_logprobs, AsyncEngineArgs.max_logprobs),
         "per_request_spec_decode_metrics": "summary" if guesses else "none",
-        "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),  # whose grammars ours are
+        "structured_outputs_config": StructuredOutputsConfig(backend="guidance"),  # our grammars are of this backend
         "weight_transfer_config": WeightTransferConfig(backend=VLLM_BACKENDS[sync_backend]),
         "worker_extension_cls": WORKER,
         "disable_log_stats": True,

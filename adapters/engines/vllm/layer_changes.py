@@ -132,7 +132,7 @@ class LayerChanges(LayerLoading):
         from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
         layer, name = copy.place
-        if name in SKIP_LOAD_TENSORS:  # which vLLM leaves where kernels read them
+        if name in SKIP_LOAD_TENSORS:  # vLLM leaves these tensors where kernels read them
             unmoved: Tensor = getattr(layer, name).data
             return unmoved
         if layer not in self._open:

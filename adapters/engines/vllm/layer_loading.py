@@ -215,7 +215,7 @@ class LayerLoading:
             _layerwise_process(layer, info)
             return
         for tensor in (*layer._parameters.values(), *layer._buffers.values()):
-            if hasattr(tensor, "weight_loader"):  # that of a bias was wrapped
+            if hasattr(tensor, "weight_loader"):  # the loader of a bias was wrapped
                 tensor.weight_loader = _get_original_loader(tensor)
         _place_kernel_tensors(layer, info)
         info.reset()
@@ -279,7 +279,7 @@ def stays_as_loaded(layer: Any, info: Any) -> bool:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     method = getattr(layer, "quant_method", None)
-    if info.loaded_weights:  # which wait until the layer is complete
+    if info.loaded_weights:  # loaded weights wait until the layer is complete
         return False
     if type(method) not in (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         return False

@@ -79,7 +79,7 @@ def register() -> None:
     def created(config: Any, *arguments: Any, **named: Any) -> Any:
         end_of_channel = (gpu_receiver_class(config.backend) or create)(config, *arguments, **named)
         complete_loaders(end_of_channel.model)  # in a worker
-        call_repairs.repair_sleep()  # whose import takes others a second
+        call_repairs.repair_sleep()  # its import takes a second, which other processes are spared
         return end_of_channel
 
     WeightTransferEngineFactory.create_engine = created

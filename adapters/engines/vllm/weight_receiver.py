@@ -199,7 +199,7 @@ class _IPCReceiver(_GPUReceiver):
         if gpu not in update_info.ipc_handles:
             raise ValueError(f"the trainer has no bucket on GPU {gpu}, but on {sorted(update_info.ipc_handles)}")
         handle = [*update_info.ipc_handles[gpu]]
-        handle[6] = index  # of this GPU, which may have another one in the trainer's process
+        handle[6] = index  # this GPU's number here; the trainer's process may number it differently
         mapped: Tensor = self._packed_importer.rebuild(handle)
         return mapped[:size]
 

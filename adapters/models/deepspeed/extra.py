@@ -97,7 +97,7 @@ class _Read(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> KeysView[str]:  # type: ignore[override]
-        return KeysView(self)  # whose `in` asks `__contains__`
+        return KeysView(self)  # its `in` calls `__contains__`
 
     def __iter__(self) -> Iterator[str]:  # without one of its own, what unpacks it reads no key
         return super().__iter__()
@@ -118,7 +118,7 @@ class _Read(dict[str, Any]):
 def _let_read(config: _Read) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 
-    config["train_micro_batch_size_per_gpu"] = 1  # without which it reads nothing
+    config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed reads no configuration without it
     numbers = DeepSpeedConfig(config).grad_accum_dtype
     if numbers is not None:
         DtypeEnum(numbers)  # else refused when the models have been loaded

@@ -94,7 +94,7 @@ class RankWorker:
             gc.enable()
         self._release_memory()
         if not torch.cuda.is_available():
-            keep_freed_memory()  # of passes, not of loading
+            keep_freed_memory()  # the memory of passes, not of loading
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the model; returns its result."""

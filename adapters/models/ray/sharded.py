@@ -125,7 +125,7 @@ class ShardedPolicy(_Predicting, _Trained, AveragedPolicy):
         try:
             yield
         except BaseException:
-            with suppress(WorkerError):  # of a group that the first error has ended
+            with suppress(WorkerError):  # the first error may have ended the group
                 self._group.all("end_average")
             raise
         self._group.all("end_average")

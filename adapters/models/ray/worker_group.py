@@ -329,7 +329,7 @@ def _is_of_exchange(error: Exception) -> bool:
     from torch.distributed import DistError
 
     cause = getattr(error, "cause", None) or error
-    return isinstance(cause, DistError) or "gloo/transport" in str(cause)  # for which torch has no class
+    return isinstance(cause, DistError) or "gloo/transport" in str(cause)  # torch has no class for errors of gloo
 
 
 def _is_lack_of_memory(error: Exception) -> bool:

@@ -182,7 +182,7 @@ def dropped(x: Tensor, keys_T: Tensor, features_F: Tensor, share: float) -> Tens
         own = slice(start, start + rows)
         chance = keys_T[own, None] ^ features_F
         for shift, factor in MIX:
-            chance ^= (chance >> shift) & (2 ** (32 - shift) - 1)  # as of numbers without a sign
+            chance ^= (chance >> shift) & (2 ** (32 - shift) - 1)  # shifts as if numbers had no sign
             chance *= factor
         chance ^= (chance >> 16) & 0xFFFF
         left_out = (chance & (SIGN - 1)) < int(share * SIGN)

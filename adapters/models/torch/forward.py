@@ -266,7 +266,7 @@ class PackedValue(nn.Module):
     def __init__(self, model: Any, head: dict[str, Tensor]) -> None:
         super().__init__()
         self.model = backbone(model)
-        if hasattr(model, "peft_config"):  # by which `lora.plain_weights` knows that there are adapters
+        if hasattr(model, "peft_config"):  # `lora.plain_weights` knows by it that there are adapters
             self.peft_config = model.peft_config
         self.group = sequence_group(model)
         self.value_head = nn.Linear(

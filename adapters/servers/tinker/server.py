@@ -41,7 +41,7 @@ def create_tinker_app(service: TinkerService) -> Starlette:
     posts: dict[str, Handler] = {
         "client/config": _always(CLIENT_SETTINGS),
         "client/dynamic_config": _always({"sample_cancel_enabled": True}),
-        "telemetry": _always({"status": "accepted"}),  # of which nothing is kept
+        "telemetry": _always({"status": "accepted"}),  # accepted, and not kept
         "create_session": _posted("CreateSessionRequest", answers.create_session),
         "session_heartbeat": _posted("SessionHeartbeatRequest", answers.heartbeat),
         "sessions/{session_id}/finish": answers.finish,

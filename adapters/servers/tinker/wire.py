@@ -253,7 +253,7 @@ def read_sampling(request: Any, seed: int, room: int | None) -> SamplingParams:
     if stop is not None and not stop:
         raise unsupported("stop=[], which lets a reply go on after its end", "leave stop out")
     words = [stop] if isinstance(stop, str) else list(stop or ())
-    if "" in words:  # which every text has
+    if "" in words:  # every text contains the empty one
         raise unsupported("an empty text in stop", "leave it out")
     longest = room if given.max_tokens is None else given.max_tokens
     if longest is None:

@@ -148,7 +148,8 @@ def _division_problems(config: RLConfig) -> Iterator[str]:
     ds = config.ds
     for key in ("ds.sequence_parallel_size", "ds.tensor_parallel_size", "cluster.expert_parallel_size"):
         size = attrgetter(key)(config)
-        judging = ("reward",) if key.startswith("cluster.") else ()  # which has no part in groups of ds
+        # Reward models are never divided by the settings of `ds`.
+        judging = ("reward",) if key.startswith("cluster.") else ()
         for model in ("actor", "critic", "ref", *judging):
             if ranks(config, model) % size:
                 yield (

@@ -186,7 +186,7 @@ def as_rl(run: OfflineRun) -> RLConfig:
     """Returns the settings of a reinforcement-learning run that has the same model, processes and chat template."""
     actor, data, train = run.actor, run.data, run.train
     names = (field for field in ModelConfig.__annotations__ if field != "lora")
-    lora = evolve(actor.lora, sync=LoraConfig().sync)  # which is another rule's
+    lora = evolve(actor.lora, sync=LoraConfig().sync)  # another rule looks at `sync`
     return RLConfig(
         actor=ActorConfig(**{name: getattr(actor, name) for name in names}, lora=lora),
         data=DataConfig(

@@ -38,7 +38,7 @@ def optimal_token_baseline(inputs: EstimatorInput, params: EstimatorParams) -> A
 
     zeros_P = togo_A.new_zeros(len(count_P))
     weight_P = zeros_P.index_add(0, place_A, weight_A)
-    certain_A = (weight_P == 0)[place_A]  # of certain tokens the gradient is 0, whatever is subtracted
+    certain_A = (weight_P == 0)[place_A]  # the gradient of a certain token is 0, whatever is subtracted
     weight_A, weight_P = torch.where(certain_A, 1.0, weight_A), torch.where(weight_P == 0, count_P, weight_P)
     baseline_P = zeros_P.index_add(0, place_A, weight_A * togo_A) / weight_P
     low_P, high_P, size_P = (

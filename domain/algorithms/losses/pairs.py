@@ -82,7 +82,7 @@ def divergence_slope(log_ratios: Tensor, divergence: FDivergence, alpha: float) 
         case FDivergence.JS:
             return logsigmoid(log_ratios)
         case FDivergence.FORWARD_KL:
-            alpha = 1.0  # of which it is the alpha-divergence
+            alpha = 1.0  # the forward KL is the alpha-divergence at 1
     return -torch.expm1((-alpha * log_ratios).clamp(max=LARGEST_EXPONENT)) / alpha
 
 

@@ -114,7 +114,7 @@ class ModelReload:
             return self._model
         try:
             steps = [path for _, path in numbered(self._follow, MODEL_OF_STEP)[:1]]
-        except OSError:  # as of a network's disk for a while
+        except OSError:  # a network's disk may be away for a while
             return self._model
         # A run that is continued has the model of its first end, which is older than its next step's.
         there = [(kept.written, path) for path in (*steps, self._follow / FINAL_MODEL) if (kept := _identity(path))]

@@ -53,7 +53,7 @@ def _is_rms_norm(module: Any) -> bool:
         return False
     if len(inspect.signature(type(module).forward).parameters) != 2:  # itself and the hidden states
         return False
-    probe = copy.copy(module)  # whose weights are another's, and whose hooks nobody calls
+    probe = copy.copy(module)  # a copy, whose weights may be replaced, and whose hooks are not called
     weight = torch.linspace(0.5, 1.5, WIDTH)
     probe.__dict__["_parameters"] = {"weight": nn.Parameter(weight, requires_grad=False)}
     unit = torch.linspace(-3, 4, 2 * WIDTH).sin().view(2, WIDTH)

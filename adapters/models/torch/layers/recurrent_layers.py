@@ -105,7 +105,7 @@ def check_planned(model: Any, calls: int) -> None:
         ConfigurationError: it did not.
     """
     config = model.config.get_text_config()
-    scans = config.n_mamba_heads if config.model_type == "zamba" else 1  # which scans head by head
+    scans = config.n_mamba_heads if config.model_type == "zamba" else 1  # Zamba scans head by head
     expected = sum(1 if kind == CONVOLUTION else 1 + scans for kind in recurrent_types(model))
     if calls != expected:
         raise ConfigurationError(

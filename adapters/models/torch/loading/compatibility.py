@@ -197,7 +197,7 @@ def joint_logits(model: Any, sequences: Sequence[tuple[int, ...]]) -> list[Tenso
         attention_plan=plan,
     ).last_hidden_state[0]
     check_planned(model, plan.recurrence.calls)
-    backbone(model).state_heads = plan.recurrence.heads  # which processes may have to divide
+    backbone(model).state_heads = plan.recurrence.heads  # processes may have to divide them
     logits_MV = form.logits(hidden_MH, together(head.weight), head.bias)
     beginning = range(SHARED)
     return [logits_MV[[*beginning, *range(leaf.start, leaf.start + leaf.length)]] for leaf in leaves]

@@ -96,7 +96,7 @@ def add_lora(model: Any, lora: AdapterConfig, *, seed: int, at: str = "actor.lor
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        lora_dropout=lora.dropout,  # which `AdapterDropout` computes
+        lora_dropout=lora.dropout,  # `AdapterDropout` computes it
         target_modules=targets,
         bias="none",
     )
@@ -220,7 +220,7 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 def _layers(module: nn.Module) -> list[Any]:
     """Returns peft's layers."""
     if not hasattr(module, "peft_config"):
-        return []  # and peft, which takes seconds to import, is not needed
+        return []  # without an import of peft, which takes seconds
     from peft.tuners.lora import LoraLayer
 
     return [layer for layer in module.modules() if isinstance(layer, LoraLayer)]

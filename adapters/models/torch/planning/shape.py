@@ -51,7 +51,7 @@ def model_shape(
     settings, loaded = built.settings, built.loaded
     text = settings.get_text_config()
     section = key.partition(".")[0]
-    if section != "reward":  # whose processes have texts of their own
+    if section != "reward":  # processes of a reward model share no sequences
         require_heads(built.states.heads, sequence_parallel_size)
     divides_experts = expert_parallel_size > 1
     stacks = expert_stacks(built.model, expert_parallel_size, required=section == "actor") if divides_experts else []
@@ -132,7 +132,8 @@ def _cache_shapes(settings: Any) -> list[tuple[int, int]]:
     text = settings.get_text_config()
     attends = attending_layers(text)
     shapes = [_cache_shape(text.per_layer_config[index]) for index in attends]  # some are unlike
-    if text.model_type == "mimo_v2_flash":  # whose code, not its settings, gives layers with windows twice the heads
+    # Its code, not its settings, says that layers with windows have twice the heads.
+    if text.model_type == "mimo_v2_flash":
         windows = [text.layer_types[index] == "sliding_attention" for index in attends]
         return [(heads * (1 + windowed), width) for (heads, width), windowed in zip(shapes, windows, strict=True)]
     return shapes

@@ -269,7 +269,7 @@ def _load_classifier(
     model = model.to(device).eval()
     with whole_layers(model):
         use_exact_attention(model)
-    make_whole(model.score)  # which stays outside of what is divided: a lone process has its one row as a share
+    make_whole(model.score)  # it is never divided: of its single row, one process would have all
     return model
 
 

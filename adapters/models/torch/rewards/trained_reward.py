@@ -116,7 +116,7 @@ class TorchReward(TorchValue, TrainedReward):
         for name, number in zip(("mean", "std"), moments or (None, None), strict=True):
             if number is not None:
                 setattr(config, name, number)
-            elif hasattr(config, name):  # that of the reward model which training began with
+            elif hasattr(config, name):  # it is of the reward model from which training began
                 delattr(config, name)
         with torch.device("meta"):
             classifier = sequence_classifier(config, body.dtype)
