@@ -8,7 +8,7 @@ wanted, and no tensor is ever put together. Does not own: which parts a receiver
 from collections.abc import Iterator, Sequence
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 
@@ -67,10 +67,11 @@ def parts_within(source: Region, target: Region, begin: int, end: int) -> Iterat
         return
     axis = max((index for index, size in enumerate(source.shape) if size > 1), key=lambda index: source.strides[index])
     step, size = source.strides[axis], source.shape[axis]
+    # From here on offsets count from the source's own. Index i of the axis has those from i step to i step + inner.
     inner = last - source.offset - (size - 1) * step
     first, final = begin - source.offset, end - 1 - source.offset
-    touched = range(max(0, -((inner - first) // step)), min(size, final // step + 1))
-    inside = range(max(0, -(-first // step)), min(size, (final - inner) // step + 1))
+    touched = range(max(0, -((inner - first) // step)), min(size, final // step + 1))  # some elements are wanted
+    inside = range(max(0, -(-first // step)), min(size, (final - inner) // step + 1))  # all of them are
     if inside:
         yield source.along(axis, inside), target.along(axis, inside)
     for index in touched:
@@ -87,28 +88,41 @@ def elements_within(source: Region, target: Region, offsets: Tensor) -> tuple[Te
     bounds = offsets.new_tensor([source.offset, source.last() + 1])
     first, end = torch.searchsorted(offsets, bounds).tolist()
     rest = offsets[first:end] - source.offset
-    steps = _joined_steps(source, target)
-    if len(steps) == 1 and steps[0][1] == 1:  # a run without gaps
-        places = rest if steps[0][2] == 1 else rest * steps[0][2]
+    axes = _joined_axes(source, target)
+    if len(axes) == 1 and axes[0].stride == 1:  # a run without gaps
+        places = rest if axes[0].target_stride == 1 else rest * axes[0].target_stride
         return torch.arange(first, end, device=offsets.device), places + target.offset
     places = torch.full_like(rest, target.offset)
     inside = torch.ones_like(rest, dtype=torch.bool)
-    for size, step, place in steps:
-        index = rest if step == 1 else torch.div(rest, step, rounding_mode="floor")
-        inside &= index < size
-        rest = rest - index * step
-        places += index * place
+    for axis in axes:
+        index = rest if axis.stride == 1 else torch.div(rest, axis.stride, rounding_mode="floor")
+        inside &= index < axis.size
+        rest = rest - index * axis.stride
+        places += index * axis.target_stride
     found = (inside & (rest == 0)).nonzero().squeeze(1)
     return found + first, places[found]
 
 
-def _joined_steps(source: Region, target: Region) -> list[tuple[int, int, int]]:
-    """Returns size and strides in source and target of the axes of `source.axes()`, where one that goes on from the
-    next in both is joined to it."""
-    joined: list[tuple[int, int, int]] = []
-    for axis in source.axes():
-        size, step, place = source.shape[axis], source.strides[axis], target.strides[axis]
-        if joined and joined[-1][1:] == (size * step, size * place):
-            size *= joined.pop()[0]
-        joined.append((size, step, place))
+@frozen
+class _Axis:
+    """An axis, or several joined into one, of a copy's source and target."""
+
+    size: int
+    stride: int
+    """That of the source."""
+    target_stride: int
+
+    def contains(self, inner: "_Axis") -> bool:
+        """Returns whether a step of this axis is a whole run of the inner axis, in the source and in the target."""
+        return (self.stride, self.target_stride) == (inner.size * inner.stride, inner.size * inner.target_stride)
+
+
+def _joined_axes(source: Region, target: Region) -> list[_Axis]:
+    """Returns the axes of `source.axes()`; neighbours that are one axis in both regions are joined."""
+    joined: list[_Axis] = []
+    for number in source.axes():
+        axis = _Axis(source.shape[number], source.strides[number], target.strides[number])
+        if joined and joined[-1].contains(axis):
+            axis = evolve(axis, size=axis.size * joined.pop().size)
+        joined.append(axis)
     return joined

@@ -6,9 +6,8 @@ on.
 
 Invariants:
 
-- At most (max_staleness + 1) x groups of an update are started and not yet trained on, the capacity rule of AReaL (Fu
-et
-  al. 2025, section 4.1), so that every group that is started can be trained on in time.
+- At most (max_staleness + 1) x groups of an update are started and not yet trained on. This is the capacity rule of
+  AReaL (Fu et al. 2025, section 4.1), by which every group that is started can be trained on in time.
 - submitted = trained + dropped by reason + in flight.
 - Under `wait` no batch is taken that would make a group left behind too old.
 - There always is a next batch, as long as running groups finish and the groups that `stale` returns are dropped.

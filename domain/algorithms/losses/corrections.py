@@ -6,13 +6,15 @@ Three independent choices, with w_t = pi / mu of a token:
 - **level**: the importance ratio is that of a `token` (w_t), the product over the `sequence`, or its `geometric` mean.
 - **mode**: the weight is min(ratio, high) (`truncate`), clamp(ratio, low, high) (`clip`), or the token's own w_t where
   low <= ratio <= high at that level, and 0 elsewhere (`mask`).
-- **gate**: a further condition that leaves a token or sequence out. `ratio`: none. `binary_kl`, `tv`: a divergence of
-mu
-  and pi at the sampled token (at the sequence levels: its mean over the sequence) is above `threshold`; `mask` then
-  looks at this divergence instead of the ratio. `opsm`: the sequence's mean log(mu / pi) is above `threshold` and the
-  advantage is negative (DeepSeek-V3.2, section 3.1, eq. 9). `second_moment`: the token is among those of the optimizer
-  step with the largest (log w)^2, which are left out until the mean of the others is at most `threshold`
-  (`within_second_moment`, M2PO).
+- **gate**: a further condition that leaves a token or sequence out:
+
+  - `ratio`: none.
+  - `binary_kl`, `tv`: a divergence of mu and pi at the sampled token (at the sequence levels: its mean over the
+    sequence) is above `threshold`; `mask` then looks at this divergence instead of the ratio.
+  - `opsm`: the sequence's mean log(mu / pi) is above `threshold` and the advantage is negative (DeepSeek-V3.2, section
+    3.1, eq. 9).
+  - `second_moment`: the token is among those of the optimizer step with the largest (log w)^2, which are left out until
+    the mean of the others is at most `threshold` (`within_second_moment`, M2PO).
 
 Named: TIS = token, truncate (Yao et al. 2025); IcePop = token, mask (Zhao et al. 2025, Ring-1T); seq-mask-TIS =
 geometric, mask (OpenRLHF); OPSM = sequence, mask, opsm; M2PO = token, mask, second_moment.
