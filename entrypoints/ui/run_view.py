@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from attrs import frozen
+
 from rollgrad.adapters.checkpoints.files import size_of
 from rollgrad.adapters.checkpoints.names import CONFIG_FILE, METRICS_FILE, TRAJECTORIES
 from rollgrad.adapters.tracking.browse import trajectory
@@ -58,6 +60,17 @@ EVIDENCE: Mapping[str, tuple[str, str | None]] = {
 Made = TypeVar("Made")
 
 
+@frozen
+class _Watch:
+    """A watch over a run's metrics, and how far it has come."""
+
+    begun: Any
+    """Settings that it began with, and how often steps were replaced until then."""
+    watch: LearningWatch
+    last_step: int
+    """The last step that it has seen."""
+
+
 class RunView:
     """A run's directory. All methods may be called from any thread.
 
@@ -75,7 +88,7 @@ class RunView:
         self._metrics = MetricsReader(directory / METRICS_FILE)
         self._kept: dict[str, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
-        self._watch: tuple[Any, LearningWatch, int] | None = None  # what it began with, and the last step it has seen
+        self._watch: _Watch | None = None
         self._watching = threading.Lock()
 
     def row(self) -> dict[str, Any]:
@@ -149,13 +162,14 @@ class RunView:
         logged = self._logged()
         found = self._watched(logged).findings()
         last = logged.last_step
-        times: dict[str, list[Finding]] = {}
+        by_name: dict[str, list[Finding]] = {}
         for finding in found:
-            times.setdefault(finding.name, []).append(finding)
-        before = {kind[-MOST_TIMES:][0]: len(kind[:-MOST_TIMES]) for kind in times.values()}
+            by_name.setdefault(finding.name, []).append(finding)
+        newest = {name: times[-MOST_TIMES:] for name, times in by_name.items()}
+        unlisted = {newest[name][0]: len(times) - len(newest[name]) for name, times in by_name.items()}
         listed = []
         for finding in found:
-            if finding not in times[finding.name][-MOST_TIMES:]:
+            if finding not in newest[finding.name]:
                 continue
             metric, condition = EVIDENCE[finding.name]
             steps = f"step >= {finding.since} and step <= {finding.until}"
@@ -166,7 +180,7 @@ class RunView:
                     "look_at": finding.look_at,
                     "since": finding.since,
                     "until": finding.until,
-                    "before": before.get(finding, 0),
+                    "before": unlisted.get(finding, 0),
                     "holds": finding.until == last,
                     "metric": metric,
                     "filter": None if condition is None else f"{condition} and kind = update and {steps}",
@@ -323,11 +337,11 @@ class RunView:
         """Returns the watch after all that was logged: of a run that goes on only the newest steps are looked at."""
         begun = learning_settings(read_run(self.directory) or {}, logged.last_step), logged.replaced
         with self._watching:
-            known, watch, step = self._watch or (None, None, 0)
-            if known != begun or watch is None or step > logged.last_step:
-                watch, step = LearningWatch(begun[0]), 0
-            watch = watch.after(logged.series, step)
-            self._watch = begun, watch, logged.last_step
+            known = self._watch
+            if known is None or known.begun != begun or known.last_step > logged.last_step:
+                known = _Watch(begun, LearningWatch(begun[0]), last_step=0)
+            watch = known.watch.after(logged.series, known.last_step)
+            self._watch = _Watch(begun, watch, logged.last_step)
             return watch
 
     def _keep(self, name: str, stamp: Any, make: Callable[[], Made]) -> Made:
