@@ -172,7 +172,7 @@ def score(
             set.
         source: rows as `generate` writes them; at least `prompt` and `completion`, texts.
         out: the file that is written.
-        reward: as for `train`.
+        reward: the reward, as for `train`.
         retry_failed: judge those again that failed, also where the reward function's file has changed since: the others
             keep their rewards.
         adapters: objects that replace those of the configuration: `codec`.

@@ -33,7 +33,7 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
     and no engine, and asks the servers of `rollout.server_urls` how they sample.
 
     Args:
-        container: of the run; what it makes here it does not make again.
+        container: container of the run; what it makes here it does not make again.
         prompts: names of providers.
         trains: settings of the training, whose packages must be installed; None trains nothing.
 

@@ -93,7 +93,7 @@ def loop(run: LoopRun, *, reward: RewardSource | Callable[..., Any] | None = Non
 
     Args:
         run: the settings; see `rollgrad loop rs --help`.
-        reward: as for `train`.
+        reward: the reward, as for `train`.
 
     Raises:
         RollgradError: a setting, a file or a reply is wrong, or the directory holds a loop of other settings. What was

@@ -129,7 +129,7 @@ def train_in(
     Args:
         config: the run's settings.
         container: has its providers `run`, `description` and `checkpoints`; its resources are closed.
-        title: of the report.
+        title: title of the report.
         check: is called before anything is loaded, and raises what is wrong with the run's inputs.
         before_run: is called when everything is loaded and nothing is trained yet.
 

@@ -103,7 +103,7 @@ class TrainingText:
         Args:
             messages: the conversation.
             weights: one for each message; above 0 for assistant messages only.
-            tools: those that the model is told of.
+            tools: schemas of the tools that the model is told of.
 
         Raises:
             RowError: no reply is trained, or no token of them.
@@ -161,7 +161,7 @@ class TrainingText:
 
         Args:
             messages: the conversation.
-            tools: those that the model is told of.
+            tools: schemas of the tools that the model is told of.
             ends: characters of the last message up to behind each step.
             labels: one for each step.
 

@@ -83,7 +83,7 @@ def to_trajectories(
     the episode's: of those of one name the last.
 
     Args:
-        segments: at least one with a reward.
+        segments: segments of an episode, of which at least one has a reward.
         calls: the engine's calls for the episode, in order.
         request: the episode.
 

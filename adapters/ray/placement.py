@@ -40,7 +40,7 @@ class Placement:
     spread them.
 
     Args:
-        name: of the role, for errors.
+        name: name of the role, for errors.
         bundles: how many.
         gpus: GPUs of each bundle; 0 on machines without.
         here: number of bundles, those of the first processes, that must be on this process's machine.

@@ -91,8 +91,8 @@ class FunctionReward(RewardSource):
     Args:
         func: the function.
         timeout: seconds that a call may take.
-        name: of the function, for errors.
-        weights: of named rewards.
+        name: name of the function, for errors.
+        weights: weights of named rewards.
 
     Raises:
         ConfigurationError: nothing can be passed to `func`.

@@ -32,7 +32,7 @@ class HttpReward(RewardSource):
         urls: where to post; at least one.
         timeout: seconds for one batch, all attempts together.
         batch_size: largest number of replies sent together.
-        weights: of named rewards.
+        weights: weights of named rewards.
         failure_value: reward of a reply that no server judged in time (their share is logged as `reward_failed`); None
             raises.
         circuit: circuit breaker of each server.

@@ -39,7 +39,7 @@ class JudgePrompt:
     `{{name}}` is the text {name}; other braces are plain text.
 
     Args:
-        text: of the file.
+        text: content of the file.
         path: its name, for errors.
         rubric: whether it asks about one `{criterion}` at a time.
 

@@ -49,7 +49,7 @@ class ModelReward(RewardSource):
     A reply of which the model reads only a part counts in the metric `query_truncated`.
 
     Args:
-        copies: at least one; each is called by one thread at a time.
+        copies: copies of the model, at least one; each is called by one thread at a time.
         timeout: seconds that a copy may take for a batch.
         width: processes that divide a copy, and the replies of its batches.
     """

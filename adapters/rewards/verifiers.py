@@ -116,7 +116,7 @@ class VerifierReward(RewardSource):
         timeout: seconds that one judgement of the math or format verifier may take; a reply that takes longer scores 0
             and counts in the metric `judge_timed_out`, one that breaks the judge in `judge_failed`.
         format_pattern: regular expression that the whole reply must match.
-        isolation: of the processes of these verifiers.
+        isolation: isolation of the processes of these verifiers.
         unlabelled: a reply without a label that it can be compared with scores 0, for something else that judges it by
             its answer.
 

@@ -54,7 +54,7 @@ def sampling_of(body: Mapping[str, Any], *budgets: str) -> dict[str, Reader]:
     is absent is read as None.
 
     Args:
-        body: of the request.
+        body: body of the request.
         budgets: names of the field with the largest number of tokens, the first that is set counts.
     """
 

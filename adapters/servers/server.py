@@ -170,8 +170,8 @@ class Server:
     Args:
         host: interface to bind.
         port: 0 picks a free one.
-        token: that clients must send (`Guard`).
-        name: of the server, in the log and in errors.
+        token: secret that clients must send (`Guard`).
+        name: name of the server, in the log and in errors.
         max_body: largest request body in bytes (`Guard`).
         tls: certificate and key; None serves plain HTTP.
         guarded: paths that need the token (`Guard`).

@@ -181,7 +181,7 @@ def tools_and_form(
     """Returns the tools that a body of one of OpenAI's wires offers, and the form of a reply, None for any.
 
     Args:
-        body: of the request.
+        body: body of the request.
         convert: returns a tool in OpenAI's form, from the body's and its place.
         schema: JSON schema of a text, None for any text.
         within: field of `tool_choice` that holds the name of one function; None where the name is beside the type.
@@ -233,7 +233,7 @@ def text_schema(described: Mapping[str, Any], where: str, within: str | None = N
 
     Args:
         described: the format, in the field `where` of the body.
-        where: for errors.
+        where: name of the field, for errors.
         within: field of the format that holds the schema's; None where it is beside the type.
 
     Raises:

@@ -18,7 +18,7 @@ async def in_daemon_thread(call: Callable[[], Any], name: str, slots: asyncio.Se
 
     Args:
         call: a function that may block.
-        name: of the thread.
+        name: name of the thread.
         slots: one of them is held until `call` has ended, even if the caller is cancelled (default: no bound).
 
     Raises:

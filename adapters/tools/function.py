@@ -40,8 +40,8 @@ class FunctionTool(Tool):
 
     Args:
         function: the function to call.
-        name: for the model; default is the function's.
-        description: for the model; default is the docstring up to its first section.
+        name: name for the model; default is the function's.
+        description: text for the model; default is the docstring up to its first section.
         timeout: seconds a call may take, waiting for a thread included.
 
     Raises:

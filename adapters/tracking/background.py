@@ -27,7 +27,7 @@ class BackgroundSink(RunTracker):
     waits for it nor ends by it. The first error is reported, and nothing is passed on any more.
 
     Args:
-        name: of the tracker, for messages.
+        name: name of the tracker, for messages.
         make: makes the tracker.
         close_seconds: longest time that `close` waits for what is not sent yet.
     """

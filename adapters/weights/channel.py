@@ -52,7 +52,7 @@ class EngineWeights(WeightChannel):
     Args:
         engine: the engine that takes the weights.
         backend: the way of the weights.
-        temperature: of the policy's `score`, at which engine and trainer are compared.
+        temperature: temperature of the policy's `score`, at which engine and trainer are compared.
     """
 
     def __init__(self, engine: WeightReceiver, *, backend: Backend = shared_memory, temperature: float = 1.0) -> None:
@@ -98,7 +98,7 @@ class FleetWeights(WeightChannel):
     Args:
         fleet: the fleet that takes the weights; its members are `WeightReceiver`s.
         backend: the way of the weights.
-        temperature: of the policy's `score`, at which engines and trainer are compared.
+        temperature: temperature of the policy's `score`, at which engines and trainer are compared.
     """
 
     def __init__(self, fleet: EngineFleet, *, backend: Backend = shared_memory, temperature: float = 1.0) -> None:

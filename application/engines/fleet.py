@@ -38,7 +38,7 @@ class EngineFleet(RolloutEngine):
     Args:
         members: the engines, all with the same weights.
         not_started: reasons of those that did not start, by number: they are restarted as if they had died.
-        bounds: of silence and restarts.
+        bounds: bounds of silence and restarts.
         ping_seconds: seconds between rounds in which silent members are pinged, and dead ones replaced.
         call_seconds: longest that a member may take to pause (but for a pause that waits), resume, sleep and wake.
         wait_seconds: longest that a request waits for an engine that serves, pauses not counted.

@@ -37,7 +37,7 @@ class WatchedMembers:
 
     Args:
         members: the engines.
-        bounds: of silence and restarts.
+        bounds: bounds of silence and restarts.
         changes: are told when members begin or cease to serve.
         ping_seconds: seconds between rounds in which silent members are pinged, and dead ones replaced.
         call_seconds: longest that a member may take to answer a ping, and to close.

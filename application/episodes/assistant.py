@@ -49,9 +49,9 @@ class Assistant:
         draws_seeds: each answer has a seed of its own, unless its request names one; otherwise it has that of `params`.
         system_prompt: put before conversations that have none.
         max_turns: replies (calls of tools included) for one answer.
-        max_tokens: of a conversation; None for no limit. A reply that would exceed it is truncated.
-        max_result_chars: as for `ToolEnvironment`.
-        read_image: as for it, too; None if neither messages nor answers of tools may have images.
+        max_tokens: tokens of a conversation at most; None for no limit. A reply that would exceed it is truncated.
+        max_result_chars: characters of a tool's answer at most, as for `ToolEnvironment`.
+        read_image: reads images, as for `ToolEnvironment`; None if neither messages nor answers of tools may have any.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class ServedAgentExecutor(AgentExecutor):
         url: starts the server if necessary, and returns its address.
         rewards: judges the answers of programs without a reward; None if there is none.
         model: the name under which the policy is served.
-        limits: of an episode.
+        limits: limits of an episode.
         max_seconds: wall clock of an episode; None for no limit. An episode that exceeds it has reward 0.
     """
 

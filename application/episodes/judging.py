@@ -44,7 +44,7 @@ def judge_request(
         stop_reason: why the episode ended.
         step: version of the policy.
         completion: replies and observations as messages; by default `response` as one message.
-        images: those that some of the tokens stand for.
+        images: images that some of the tokens stand for.
     """
     tokens = tuple(map(int, token_ids))
     known = len(prompt.token_ids)

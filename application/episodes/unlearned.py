@@ -26,7 +26,7 @@ class UnlearnedReplies:
         reply: answers a request and records nothing (`ChatService.reply`).
         params: the trainer's sampling settings, of which a client may set others here.
         most: largest number of replies.
-        max_tokens: of one conversation; None for the model's positions.
+        max_tokens: tokens of one conversation at most; None for the model's positions.
     """
 
     def __init__(

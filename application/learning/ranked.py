@@ -20,7 +20,7 @@ def ranked(
     Args:
         pack: fills in the reference's log-probs.
         policy: the model as it is before the step.
-        settings: those of the losses.
+        settings: settings of the losses.
         max_tokens: token budget of one forward pass.
         shares: number of equal shares of it, as in `split`.
     """

@@ -36,7 +36,7 @@ def with_reference(
         examples: all of them are scored, in their order.
         make_reference: loads the reference; not called if all log-probs are kept.
         store: where they are kept.
-        key: of the reference and the examples.
+        key: key of the reference and the examples.
         max_tokens: token budget of one forward pass.
         shares: number of equal shares of it, as in `split`.
         name: says in the log which examples they are.

@@ -58,7 +58,7 @@ def kept_scores(
         make_model: loads the model; not called if all scores are kept.
         score: returns the scores of some examples under the model.
         store: where they are kept.
-        key: of the model and the examples.
+        key: key of the model and the examples.
         name: says in the log what is computed, such as "the reference's log-probs of data.dataset".
     """
     scores = store.load(key)[: len(examples)]

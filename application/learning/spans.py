@@ -52,7 +52,7 @@ def with_spans(
         counterparts: are what the teacher reads.
         make_teacher: loads the teacher; not called if all log-probs are kept.
         store: where they are kept.
-        key: of the teacher, the examples and their counterparts.
+        key: key of the teacher, the examples and their counterparts.
         max_tokens: token budget of one forward pass.
         name: says in the log which examples they are.
     """

@@ -58,10 +58,10 @@ def with_teacher(
         examples: all of them are predicted, in their order.
         make_teacher: loads the teacher; not called if all predictions are kept.
         store: where they are kept.
-        key: of the teacher, its settings and the examples.
+        key: key of the teacher, its settings and the examples.
         max_tokens: token budget of one forward pass.
         name: says in the log which examples they are.
-        datasources: of the examples, by which a teacher is found; None where there is one teacher.
+        datasources: datasources of the examples, by which a teacher is found; None where there is one teacher.
     """
 
     def predict(teacher: TeacherModel, chunk: list[Demonstration]) -> Sequence[Tensor]:

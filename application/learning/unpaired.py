@@ -70,13 +70,13 @@ def mismatched_references(
     """Returns the log-prob under a reference of each mismatched completion of the coming steps.
 
     Args:
-        labels: by index.
+        labels: labels by index.
         steps: indices of the labels of each step, in their order.
         make_reference: loads the reference; not called if all log-probs are kept.
         store: where they are kept, each as (prompt, completion, log-prob), whatever the steps that asked for it.
-        key: of the reference, the labels and `longest`.
+        key: key of the reference, the labels and `longest`.
         max_tokens: token budget of one forward pass.
-        longest: as in `mismatched`.
+        longest: largest number of tokens of a mismatched reply, as in `mismatched`.
         shares: number of equal shares of the budget, as in `split`.
         name: says in the log which labels they are.
     """
@@ -125,7 +125,7 @@ class UnpairedLearner(ExampleLearner[Label]):
             has no such distance.
         max_tokens: token budget of one micro-batch.
         shares: number of equal shares of it, as in `split`.
-        longest: as in `mismatched_references`.
+        longest: largest number of tokens of a mismatched reply, as in `mismatched_references`.
         pack: makes the batch of an optimizer step.
     """
 

@@ -114,7 +114,7 @@ class UpdateService:
     Args:
         policy: the trained policy.
         critic: the trained critic, or None.
-        aggregation: of token losses; weights are fixed for an optimizer step before it is split.
+        aggregation: way to sum token losses; weights are fixed for an optimizer step before it is split.
         max_length: constant length of `Aggregation.CONSTANT_LENGTH`, in tokens.
         batch_size: units (rollouts with all their branches) per optimizer step; None takes all.
         planned: units of an update as the learning-rate schedule counts them. If failures leave fewer, steps

@@ -81,7 +81,7 @@ class Epochs(StepSource[Example], Generic[Example]):
             cannot be used.
         batch_size: examples of a step.
         total: examples of the whole run; None ends no step early.
-        budget: of a step, in place of `batch_size`.
+        budget: budget of a step, in place of `batch_size`.
         seed: gives the order of each epoch.
         clock: measures.
     """

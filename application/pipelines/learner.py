@@ -109,7 +109,7 @@ class RLLearner:
             groups: feed the update.
             done: number of updates before.
             hand_over: brings the weights of a version to the engines, and returns metrics.
-            metrics: of sampling.
+            metrics: metrics of sampling.
             started: the clock's time when the step began.
         """
         learned, cancelled = await uninterrupted(asyncio.to_thread(self._learned, groups, done))

@@ -153,10 +153,10 @@ def head_bytes(
     there, too.
 
     Args:
-        config: of the run.
-        shape: of the model.
-        tokens: of the pass.
-        compute_bytes: of a number of the weights.
+        config: settings of the run.
+        shape: shape of the model.
+        tokens: number of tokens of the pass.
+        compute_bytes: bytes of a number of the weights.
         gpu: bytes of the GPU; 0 without one.
         gradients: whether the model is trained.
     """

@@ -38,8 +38,8 @@ def pass_tokens(
     share layers.
 
     Args:
-        config: of the run.
-        shape: of the model, which computes a shared prompt once unless it is computed padded.
+        config: settings of the run.
+        shape: shape of the model, which computes a shared prompt once unless it is computed padded.
         parts: processes of the model, or groups of those that share layers.
         budget: tokens; None is that of a micro-batch.
         trained: whether passes are over one optimizer step's samples, not over all.

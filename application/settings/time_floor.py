@@ -36,7 +36,7 @@ def step_work(
     could not be measured.
 
     Args:
-        config: of the run.
+        config: settings of the run.
         rows: the roles of the run.
         shapes: the model of each role.
         speed: FLOPs a second of a GPU or, where there is none, of a machine, whose processes share it.

@@ -29,8 +29,8 @@ def way_out(config: RLConfig, machine: Machine, fits: Callable[[RLConfig], bool]
     the division of sequences: it is tried before what sleeps, left out there, and tried again last.
 
     Args:
-        config: of the run.
-        machine: that the run is planned for.
+        config: settings of the run.
+        machine: machine that the run is planned for.
         fits: returns whether a run with these settings would fit.
     """
     for divided, flags in _divided(config, machine):

@@ -16,10 +16,10 @@ def repeats(logprobs_N: Tensor, action_mask_N: Tensor, lengths_S: Tensor, window
     is in doubt every few words. What an environment wrote interrupts a row.
 
     Args:
-        logprobs_N: under the policy that sampled.
+        logprobs_N: log-probs under the policy that sampled.
         action_mask_N: bool.
         lengths_S: tokens of each sequence.
-        window: at least 1.
+        window: number of tokens, at least 1.
     """
     certain_N = action_mask_N & (logprobs_N > math.log(CERTAIN))
     place_N = torch.arange(len(certain_N))

@@ -68,7 +68,7 @@ def best(
     """Returns the `top_k` best different replies to each prompt, the earlier one of two that are equally good.
 
     Args:
-        replies: of any number of prompts.
+        replies: replies to any number of prompts.
         top_k: replies to each prompt that are kept.
         min_reward: least reward of a kept reply; None keeps any.
         min_margin: least difference between the best and the worst reply to a prompt; of others none is kept.

@@ -43,10 +43,10 @@ def pack_sequences(
     """Lays sequences end to end; `loss_weights_N` are the tokens' own weights, not yet those of a step.
 
     Args:
-        sequences: at least one.
+        sequences: the sequences, at least one.
         group_ids: of each sequence; the sequences of one group are a unit, and share the forward pass of an equal
             prompt.
-        sample_ids: of each sequence.
+        sample_ids: sample id of each sequence.
     """
     lengths_S = torch.tensor([len(sequence) for sequence in sequences])
     weights_N = torch.cat([sequence.weights_T for sequence in sequences]).float()
@@ -183,7 +183,7 @@ def mismatched(labels: Sequence[Label], *, longest: int | None = None) -> list[W
     (Ethayarajh et al. 2024, arXiv:2402.01306, section 4); of which one, `mismatches` says.
 
     Args:
-        labels: those of one optimizer step, in their order.
+        labels: labels of one optimizer step, in their order.
         longest: number of tokens that a sequence is cut to; None cuts none.
     """
     others = mismatches([label.reply.prompt_key for label in labels])

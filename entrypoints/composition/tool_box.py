@@ -21,7 +21,7 @@ class ToolBox:
 
     Args:
         names: the value of `agent.tools`; None is no tools.
-        isolation: of the python tool.
+        isolation: isolation of the python tool.
         flag: flag of `names`, for errors.
         isolation_flag: flag of `isolation`, for errors.
 

@@ -56,7 +56,7 @@ def show(run: Path | str | None = None, *, height: int = HEIGHT) -> RunPage:
 
     Args:
         run: directory of a run, or one below which there are runs; by default the newest run below `runs/`.
-        height: of the frame, in pixels.
+        height: height of the frame, in pixels.
 
     Raises:
         DataError: there is no such directory, or no run.

@@ -75,9 +75,9 @@ class RunView:
     """A run's directory. All methods may be called from any thread.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         id: its name in URLs.
-        name: as it is shown.
+        name: name that is shown.
     """
 
     def __init__(self, directory: Path, *, id: str, name: str) -> None:

@@ -78,7 +78,7 @@ def conversation(
     Args:
         row: has the tools, and the system message of a conversation without one (column `system`, or else that of the
             settings).
-        messages: of the conversation.
+        messages: all messages of the conversation.
         settings: say which messages are trained.
         context: number of messages at the beginning that are a prompt; None where no messages are set apart.
 

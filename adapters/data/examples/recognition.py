@@ -86,8 +86,8 @@ def find_format(
     """The format of a dataset with these columns.
 
     Args:
-        columns: of its rows.
-        name: of the dataset, for errors.
+        columns: names of the columns of its rows.
+        name: name of the dataset, for errors.
         settings: a format and columns that are set win; of the columns those that are there where the others are of
             a sampled reply, for they name the columns of data beside it.
         labels: what the first rows have in the column `label`.

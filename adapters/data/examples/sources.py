@@ -281,7 +281,7 @@ def open_sources(
         split: read where it exists.
         probs: rows are drawn from the sets by these probabilities until each has been read to its end; None lets sets
             follow one another.
-        seed: of these draws.
+        seed: seed of these draws.
         max_samples: keeps the first rows, with `evenly` as many of each set as of the others; None keeps all.
         settings: how rows are read.
         cache_dir: where it is kept which rows make pairs, where all have to be read for that; None keeps nothing.

@@ -172,7 +172,7 @@ class Decoder:
         Args:
             prompts: distinct prompts.
             places: room for the sequences of each prompt.
-            images: those of each prompt, or none at all.
+            images: images of each prompt, or none at all.
 
         Returns:
             Float32 next-token logits [prompts, V].

@@ -38,7 +38,7 @@ class EmbeddedEngine(RolloutEngine):
         memory_share: share of the device's free memory that keys and values may take, from the first request after
             the engine was made, or was woken, until it is put to sleep.
         grammars: follows the grammars of requests; needed for those only.
-        replay: of the model; with it generations say which experts their tokens went to.
+        replay: router replay of the model; with it generations say which experts their tokens went to.
 
     Raises:
         ConfigurationError: experts cannot be recorded of this model.

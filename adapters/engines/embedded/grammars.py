@@ -14,7 +14,7 @@ class Grammars:
     """Follows grammars over the tokens of `tokenizer`, a fast tokenizer of transformers.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         eos_token_ids: tokens that end a reply, which are allowed where the text is complete.
     """
 

@@ -29,12 +29,12 @@ def division_problems(
     """Yields a sentence for each rule of vLLM that a division of a model breaks.
 
     Args:
-        config: of the model, transformers'.
+        config: transformers' configuration of the model.
         tensor: processes that share each layer, `tensor_parallel_size`.
         pipeline: stages of layers, `pipeline_parallel_size`.
-        section: of the flags that set them.
+        section: section of the flags that set them.
         extra: other engine arguments.
-        gpus: that vLLM has here; None where it is on CPUs or elsewhere.
+        gpus: number of GPUs that vLLM has here; None where it is on CPUs or elsewhere.
     """
     if gpus is not None and tensor * pipeline > gpus:
         yield (

@@ -329,7 +329,7 @@ class VLLMEngine(CoreEngine):
             or one a core.
         memory_fraction: share of a GPU's memory that vLLM may take; a CPU gets 2 GiB of keys and values at most.
         sync_backend: how it takes weights; shared_memory and disk are one to it.
-        lora: of the adapter that transfers bring, and no weights.
+        lora: settings of the adapter, where transfers bring that and no weights.
         sleep_level: vLLM's, of `sleep`: 0 frees no memory, 1 moves the weights to the CPU's, 2 gives them up, so that
             after `wake` a transfer of all weights comes before anything else; with an adapter at most 1.
         records_experts: whether generations say to which experts of a mixture their tokens went; vLLM does so on GPUs.

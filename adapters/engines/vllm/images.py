@@ -22,7 +22,7 @@ async def engine_input(llm: Any, tokens: Sequence[int], images: PlacedImages, sa
     Args:
         llm: an `AsyncLLM`.
         tokens: the prompt, with all tokens that stand for images.
-        images: those among them.
+        images: images among the tokens.
         salt: tells requests that share keys, values and features of images from others.
 
     Raises:

@@ -66,9 +66,9 @@ class ServedCore(Core):
     """A `Core` behind a URL. `probe` must be called before anything else; without `require_weights` it only samples.
 
     Args:
-        url: of the server.
+        url: address of the server.
         vocabulary: token ids below it are tokens.
-        max_requests: that the server is given at once; others wait here.
+        max_requests: number of requests that the server is given at once; others wait here.
         flag: setting that names the server.
     """
 

@@ -26,10 +26,10 @@ class ServedEngine(CoreEngine, FleetMember):
     """A `CoreEngine` over a server. `ready` has to be called before anything else.
 
     Args:
-        url: of the server.
+        url: address of the server.
         eos_token_ids: tokens that end every reply.
         vocabulary: token ids below it are tokens.
-        max_requests: that the server is given at once; others wait here.
+        max_requests: number of requests that the server is given at once; others wait here.
         flag: setting that names the server.
     """
 

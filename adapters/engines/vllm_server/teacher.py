@@ -63,7 +63,7 @@ class ServedModel:
     Args:
         url: address of the server; a `/v1` at its end is left out.
         name: the model's, where the server has several; else the only one is asked.
-        size: of the vocabulary; a likely token beyond it is refused.
+        size: size of the vocabulary; a likely token beyond it is refused.
         asked: flags that errors name.
     """
 

@@ -43,7 +43,7 @@ class DeepSpeedModule(TrainedModule):
 
     Args:
         module: the same in every process.
-        settings: of the optimizer; its schedule counts optimizer steps.
+        settings: settings of the optimizer; its schedule counts optimizer steps.
         division: the parts that are divided, and their memory.
 
     Raises:

@@ -29,7 +29,7 @@ class FSDPTrainedModule(MasterOptimizer):
 
     Args:
         module: equal in every process (`divide`).
-        settings: of the optimizer; its schedule counts optimizer steps.
+        settings: settings of the optimizer; its schedule counts optimizer steps.
         offload: whether parameters, gradients and moments rest in the CPU's memory, and are stepped there.
 
     Raises:

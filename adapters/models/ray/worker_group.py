@@ -52,7 +52,7 @@ class WorkerGroup:
     """Joins the processes of one model, and makes calls of them.
 
     Args:
-        name: of the role, for errors and for Ray's own views.
+        name: name of the role, for errors and for Ray's own views.
         workers: the processes, as `begin_workers` returns them.
         timeout: seconds that any call may take.
         start: importable function by which each process joins the group.

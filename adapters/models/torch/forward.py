@@ -59,7 +59,7 @@ def action_hidden(
     """Returns the model's last hidden states of `batch`, which every process of `group` has.
 
     Args:
-        model: with packed attention installed, or computed padded.
+        model: a language model with packed attention installed, or one that is computed padded.
         batch: the tokens.
         group: the processes that share them.
         routing: whether the routers' choices are returned too; needs a group of one.

@@ -154,8 +154,8 @@ class TorchPolicy(CopiesState, PolicyModel, PredictingModel):
     Args:
         model: the model that is trained.
         tokenizer: saved beside it.
-        settings: of the optimizer.
-        temperature: of the distribution of log-probs and entropy.
+        settings: settings of the optimizer.
+        temperature: temperature of the distribution of log-probs and entropy.
         gradient_checkpointing: which activations the backward pass computes again.
         offload_activations: keep what it computes them from in the machine's memory.
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts (`expert_balance.py`).

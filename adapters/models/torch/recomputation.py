@@ -66,7 +66,7 @@ class Recomputation:
 
     Args:
         model: a causal language model, with its adapters.
-        dropout: of its adapters: what is computed again leaves out the same.
+        dropout: dropout of its adapters, which leaves out the same numbers when it is computed again.
         kind: what is kept.
         offloads: whether the inputs of layers are kept in the machine's memory.
         transfers: copies them there.

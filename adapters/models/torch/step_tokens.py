@@ -37,7 +37,7 @@ class StepTokens:
         """Returns the rows of the next pass, which has `tokens` tokens; None outside of a step.
 
         Args:
-            tokens: those of the pass, padding included.
+            tokens: number of tokens of the pass, padding included.
             find: returns the column of a batch in a step.
         """
         if self._step is None or self._batch is None:

@@ -116,7 +116,7 @@ def make_template(name: str | None = None, tokenizer: Any = None) -> Template:
     """Returns the template called `name`: `qwen3`, also without a name.
 
     Args:
-        name: of the template.
+        name: name of the template.
         tokenizer: a transformers tokenizer whose chat template writes conversations; None writes plain ChatML.
 
     Raises:

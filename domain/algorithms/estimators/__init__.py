@@ -31,9 +31,9 @@ def estimate(
 
     Args:
         name: key of `ESTIMATORS`.
-        whiten: from `catalogue.WHITENINGS`; None takes the estimator's own.
+        whiten: a name of `catalogue.WHITENINGS`; None takes the estimator's own.
         std_norm: divide by the standard deviation too; without it only the mean is subtracted.
-        settings: of the estimator's own; None takes their defaults.
+        settings: settings of the estimator's own; None takes their defaults.
 
     Raises:
         ConfigurationError: unknown `name`, or a result without a value for each token.

@@ -25,7 +25,7 @@ def reverse_discounted_sum(x_N: Tensor, lengths_S: Tensor, discount: float | Ten
     Args:
         x_N: float32 or float64.
         lengths_S: int64, summing to N; zeros are allowed.
-        discount: from 0 to 1; a tensor [S] gives each sequence its own.
+        discount: factor from 0 to 1; a tensor [S] gives each sequence its own.
     """
     if len(x_N) == 0:
         return x_N.clone()

@@ -56,7 +56,7 @@ def span_divergence(
         logprobs_N: the student's log-prob of each token.
         teacher_N: `span_logprobs_N`, by which spans are known.
         mask_N: trained tokens.
-        beta: see `divergence`.
+        beta: weight between the two directions of the KL, as in `divergence`.
         temperature: brings the probabilities of long spans nearer to 1, so that they count.
     """
     ends_N = mask_N & ~teacher_N.isnan()

@@ -19,7 +19,7 @@ def high_entropy_tokens(entropies_N: Tensor, action_mask_N: Tensor, share: float
     are in or out together, so that neither order nor division of samples matters.
 
     Args:
-        entropies_N: of the policy before the update, nats.
+        entropies_N: entropies of the policy before the update, nats.
         action_mask_N: bool; the tokens of a whole optimizer step.
         share: greater than 0, at most 1.
     """

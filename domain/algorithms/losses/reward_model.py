@@ -22,7 +22,7 @@ def pairwise_reward_loss(
     Args:
         chosen_P: rewards of the chosen replies.
         rejected_P: rewards of the rejected replies.
-        margins_P: by how much the chosen one should be better.
+        margins_P: margins by which the chosen reply should be better.
         centring: weight of the second term.
     """
     return -logsigmoid(chosen_P - rejected_P - margins_P) + centring * (chosen_P + rejected_P).square()

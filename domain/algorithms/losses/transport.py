@@ -29,7 +29,7 @@ def with_opposites(batch: ExampleBatch, logprobs_N: Tensor, settings: Preference
     Args:
         batch: the pairs, with the reference's log-probs.
         logprobs_N: log-probs under the policy before the step.
-        settings: those of the losses.
+        settings: settings of the losses.
 
     Raises:
         DataError: some pairs weigh more than others, whose ranks then do not correspond.

@@ -23,7 +23,7 @@ def unpaired_loss(name: str, log_ratios_S: Tensor, desirable_S: Tensor, *, beta:
     apo_zero_unpaired: z = 0 (D'Oosterlinck et al. 2024, "APO", arXiv:2408.06266, eq. 7 reply by reply).
 
     Args:
-        name: from `UNPAIRED_LOSSES`.
+        name: a name of `UNPAIRED_LOSSES`.
         log_ratios_S: r.
         desirable_S: bool.
         beta: scale of the log-ratios.
@@ -60,7 +60,7 @@ class UnpairedObjective:
     is desirable; `loss_weights_N` stands at each trained token and is the weight of its reply in the step.
 
     Attributes:
-        loss: from `UNPAIRED_LOSSES`.
+        loss: a name of `UNPAIRED_LOSSES`.
         beta: scale of the log-ratios.
         desirable_weight: factor of the loss of desirable replies.
         undesirable_weight: factor of the loss of the others.

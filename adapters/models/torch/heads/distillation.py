@@ -29,8 +29,8 @@ class DistillationSettings:
     """Settings of the divergence from a teacher.
 
     Attributes:
-        beta: see `divergence`.
-        temperature: of both distributions.
+        beta: weight between the two directions of the KL (`divergence`).
+        temperature: temperature of both distributions.
         top_k: the teacher's most likely tokens that are compared, with all others as one more outcome; None compares
             the whole vocabulary.
     """
@@ -165,9 +165,9 @@ def distilled_logprobs(
         bias_V: output bias or None.
         targets_A: int64 token ids.
         teacher: gives the teacher's log-probs, of no more tokens than the student has; those are compared.
-        settings: of the divergence.
+        settings: settings of the divergence.
         form: formula of the student's logits.
-        temperature: of the log-probs and the entropy; `settings` has that of the divergence.
+        temperature: temperature of the log-probs and the entropy; `settings` has that of the divergence.
         vocabulary: the rows of the vocabulary in `weight_VH` and `bias_V`. A chunk of logits is put together in each
             process, because a divergence reads whole distributions.
     """

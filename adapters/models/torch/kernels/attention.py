@@ -167,7 +167,7 @@ def varlen(
         cu_k: int32, the same for keys and values.
         max_q: queries of the longest.
         max_k: keys of the longest.
-        scaling: of the scores.
+        scaling: factor of the scores.
         window: keys that a query sees at most, itself included; None is all.
         sinks_H: scores of the sinks (`sinks.py`).
     """

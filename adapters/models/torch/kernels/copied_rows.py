@@ -24,7 +24,7 @@ class CopiedRows:
 
     Args:
         row_K: int64, on the CPU; a row may be in several places or in none.
-        device: of the tensors.
+        device: device of the tensors.
         real_K: whether a place is more than filling, whose gradient is zero and is not read; None if all are.
     """
 

@@ -40,7 +40,7 @@ class HeadExchange:
         tokens_P: tokens in M of each process.
         place_M: where each token goes among those of the team, whose are the first, or among all there are.
         group: torch's.
-        device: of the rows.
+        device: device of the rows.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ def row_widths(lengths: Sequence[int], *, one_pass: bool = False) -> Iterator[in
     """Yields the width of the row of each sequence; rows of one width share a call.
 
     Args:
-        lengths: of the sequences, the longest first.
+        lengths: lengths of the sequences, the longest first.
         one_pass: whether all rows have one width.
     """
     width, rows, real = max(lengths, default=0), 0, 0

@@ -38,7 +38,7 @@ def run_body(
     """Returns the output of a language model's body for tokens [B, T], which may be on another device.
 
     Args:
-        model: with packed attention installed.
+        model: a model with packed attention installed.
         tokens_BT: the tokens; with images, or a `share` of them, B is 1.
         positions: position ids [B, T], or [K, B, T] of a model with K numbers a position.
         plan: decides which tokens each token attends to.

@@ -32,7 +32,7 @@ class SharedRecurrence(Recurrence):
         rank: this process's number in the group.
         tokens_P: tokens in M of each process, in ascending order.
         group: torch's.
-        device: of the model.
+        device: device of the model.
         key_copies: how many neighbouring heads of queries and keys are copies, which processes need not send.
     """
 

@@ -48,9 +48,9 @@ def check_images(model: Any, renderer: Renderer, name_or_path: str, flag: str) -
     """Compares passes over images.
 
     Args:
-        model: with packed attention installed; its weights may be divided over processes, all of which compare.
-        renderer: of the model's processor.
-        name_or_path: of the model, which `flag` sets.
+        model: one with packed attention installed; processes that divide its weights all compare.
+        renderer: renderer with the model's processor.
+        name_or_path: name or directory of the model, which `flag` sets.
         flag: command-line flag to name in errors.
 
     Raises:

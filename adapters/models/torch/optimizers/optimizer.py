@@ -138,11 +138,11 @@ class MasterOptimizer(TrainedModule):
 
     Args:
         module: the module.
-        settings: of the optimizer.
+        settings: settings of the optimizer.
         masters: float32 tensors that are stepped for the parameters; by default whole copies, or the parameters
             themselves where they are float32.
         directions: Muon's (`MuonWithAdam`).
-        scaling: of the loss; by default by the number format of the parameters.
+        scaling: loss scaling; by default it follows from the number format of the parameters.
     """
 
     divided = False
@@ -254,7 +254,7 @@ class MasterOptimizer(TrainedModule):
         """Steps with other rates, decays and clipping from now on; the moments stay.
 
         Args:
-            settings: of the same optimizer, AdamW alone.
+            settings: new settings of the same optimizer, AdamW alone.
         """
         self._settings = settings
         for group in self._stepping.param_groups:

@@ -71,8 +71,8 @@ def write_state(state: Mapping[str, Any], file: Path, rows: Mapping[str, tuple[i
 
     Args:
         state: its tensors may be on any device.
-        file: in a directory that exists.
-        rows: of each parameter that is not whole, the place of the first row that `state` has, and the number of all.
+        file: path in a directory that exists.
+        rows: for each parameter that is not whole, the index of the first row in `state`, and the number of all rows.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -99,7 +99,7 @@ def write_parts(numbers: Mapping[str, Any], parts: Iterable[Mapping[str, Any]], 
     Args:
         numbers: what the state has beside tensors.
         parts: sections of the state with some of its parameters, which are all gone through, whatever fails.
-        directory: which exists.
+        directory: an existing directory.
 
     Raises:
         CheckpointError: it cannot be written.

@@ -36,7 +36,7 @@ class GradientProof:
     """Checks the gradients of the first steps.
 
     Args:
-        names: of the parameters that are trained.
+        names: names of the parameters that are trained.
         tells: whether this process logs for all of them.
     """
 

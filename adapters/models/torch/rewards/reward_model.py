@@ -53,7 +53,7 @@ class RewardModel:
     Args:
         model: in eval mode; its head `score` maps hidden states to one number. With a `head` of its own it is a causal
             language model with packed attention installed, which may see images.
-        tokenizer: of the model; its padding side does not matter.
+        tokenizer: tokenizer of the model; its padding side does not matter.
         policy_tokenizer: of the model whose replies are judged: if it has the same vocabulary, the sampled tokens are
             scored, else their text.
         max_length: largest number of tokens of a text, added ones included; None: the model's positions. A longer text

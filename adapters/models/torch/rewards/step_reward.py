@@ -63,8 +63,8 @@ class StepRewardModel:
     """Judges the steps of replies with a causal language model.
 
     Args:
-        model: in eval mode, with packed attention installed.
-        tokenizer: of the model; a fast one.
+        model: a model in eval mode, with packed attention installed.
+        tokenizer: fast tokenizer of the model.
         outcomes: ids of the tokens for a step that is right, and for one that is wrong.
         separator: text that ends a step.
         reward: how the steps become one reward; a reply without steps has 0.

@@ -35,7 +35,7 @@ class TorchReward(TorchValue, TrainedReward):
     Args:
         model: a causal language model with packed attention installed, with adapters or without.
         tokenizer: saved beside it; its padding token ends no text.
-        settings: of the optimizer.
+        settings: settings of the optimizer.
         head: `weight` [1, H] to start from; without one all scores start at 0.
         gradient_checkpointing: which activations the backward pass computes again.
         offload_activations: keep what it computes them from in the machine's memory.
