@@ -60,7 +60,7 @@ class Inspection:
     findings: tuple[Finding, ...]
 
     def as_json(self) -> str:
-        """Returns all of it as JSON."""
+        """Returns the whole inspection as JSON."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def as_markdown(self) -> str:

@@ -41,7 +41,7 @@ class Anomaly(StrEnum):
     """The tokenizer joins the prompt's last characters with the reply's first; the joint token belongs to the
     prompt."""
     OTHER_PROMPT = "context_differs_from_inference"
-    """The template writes the context of a reply otherwise than the prompt that asks for it."""
+    """The template writes the context of a reply differently from the prompt that asks for it."""
     DOUBLE_BOS = "double_bos"
     """The text begins with two begin-of-sequence tokens."""
     STOP_OUTSIDE_MARKS = "stop_token_outside_generation_marks"

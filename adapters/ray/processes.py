@@ -21,7 +21,7 @@ class ActorProcess:
 
     @classmethod
     def own(cls) -> "ActorProcess":
-        """Returns that of the actor that asks."""
+        """Returns the process of the actor that asks."""
         return cls(os.getpid(), machine())
 
     def kill(self) -> Any:

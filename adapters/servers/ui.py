@@ -44,7 +44,7 @@ class View(Protocol):
     """A run; each method returns what JSON holds, or raises a RollgradError."""
 
     def overview(self) -> dict[str, Any]:
-        """Returns all but series and rollouts."""
+        """Returns all of a run but its series and rollouts."""
         ...
 
     def metrics(self, since: int, names: Sequence[str], points: int) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class View(Protocol):
         ...
 
     def replies_to(self, prompt_id: str) -> dict[str, Any]:
-        """Returns the replies to one of them."""
+        """Returns the replies to one of these prompts."""
         ...
 
     def notes(self) -> dict[str, Any]:
@@ -100,11 +100,11 @@ class Views(Protocol):
     """The runs that are shown."""
 
     def listed(self) -> dict[str, Any]:
-        """Returns all of them."""
+        """Returns all runs."""
         ...
 
     def view(self, id: str) -> View:
-        """Returns one, or raises a RollgradError."""
+        """Returns one run, or raises a RollgradError."""
         ...
 
 

@@ -142,7 +142,7 @@ def _weighing_problems(dpo: PreferenceSettings) -> Iterator[str]:
 
 
 def _moving_problems(run: DPORun) -> Iterator[str]:
-    """Yields what a reference that moves does not go with."""
+    """Yields the settings that exclude a reference that moves."""
     if run.dpo.ref_sync_steps is None:
         return
     known = f"dpo.ref_sync_steps is {run.dpo.ref_sync_steps}, but "

@@ -1,9 +1,9 @@
-"""Metrics of optimizer steps, each of which says itself how it is combined: over micro-batches and processes, which
-have parts of a step, and over the steps of an update.
+"""Metrics of optimizer steps. Each knows how it is combined: over micro-batches and processes, which have parts of a
+step, and over the steps of an update.
 
-A plain number is the sum of weight x value over tokens, with the loss weights of the step, as the loss is: parts add,
-and who knows the sum of the step's weights divides by it. Everything else is a `Metric`. Metrics are numbers: they can
-be compared, added and logged like any float.
+A plain number is the sum of weight x value over tokens, with the loss weights of the step, as the loss is. Parts add
+up, and the code that knows the sum of the step's weights divides by it. Everything else is a `Metric`. Metrics are
+numbers: they can be compared, added and logged like any float.
 """
 
 import math
@@ -19,12 +19,12 @@ class Metric(float):
     """A number with its own way of being combined."""
 
     def joined(self, other: Self) -> Self:
-        """Returns that of both parts of a step."""
+        """Returns the metric of two parts of a step together."""
         raise NotImplementedError
 
     @staticmethod
     def over_steps(values: Sequence[Any], steps: int) -> float:
-        """Returns that of an update of `steps` steps, from the `values` of those that reported one."""
+        """Returns the metric of an update of `steps` steps, from the `values` of the steps that reported one."""
         return reduce(float.__add__, map(float, values)) / steps
 
 
@@ -40,12 +40,12 @@ class Maximum(Metric):
     """A largest value."""
 
     def joined(self, other: Self) -> Self:
-        """Returns the larger one; what is not a number stays so."""
+        """Returns the larger one, or NaN if one is NaN."""
         return self if self >= other or self != self else other
 
     @staticmethod
     def over_steps(values: Sequence[Any], steps: int) -> float:
-        """Returns the largest one; what is not a number stays so."""
+        """Returns the largest one, or NaN if one is NaN."""
         return float(reduce(Maximum.joined, values))
 
 
@@ -86,7 +86,7 @@ class CalibrationError(Metric):
     bins: tuple[tuple[float, ...], ...]
 
     def __new__(cls, bins: Sequence[Sequence[float]]) -> Self:
-        """Makes that of the sums of each bin."""
+        """Makes the error from the sums of each bin."""
         total = math.fsum(weight for weight, _, _ in bins)
         error = super().__new__(cls, math.fsum(abs(sure - right) for _, sure, right in bins) / total if total else 0.0)
         error.bins = tuple(map(tuple, bins))
@@ -94,8 +94,8 @@ class CalibrationError(Metric):
 
     @classmethod
     def of_choices(cls, logits_P: Tensor, weights_P: Tensor) -> Self:
-        """Returns that of choices between two, one of which is right: `logits_P` is by how much it is preferred, so
-        that the other is chosen where it is negative. The bins divide the confidences, from 0.5 to 1."""
+        """Returns the error of choices between two, one of which is right. `logits_P` says by how much the right one
+        is preferred: where it is negative, the other one is chosen. The bins divide the confidences, from 0.5 to 1."""
         sure_P = logits_P.detach().double().abs().sigmoid()
         right_P = (logits_P.detach().double().sign() + 1) / 2
         # What is no number has no bin, and no error but its own: the loss is none either, and is reported.
@@ -111,13 +111,13 @@ class CalibrationError(Metric):
         return (self.bins,)
 
     def joined(self, other: Self) -> Self:
-        """Returns that of both."""
+        """Returns the error of the predictions of both."""
         pairs = zip(self.bins, other.bins, strict=True)
         return type(self)([[one + another for one, another in zip(*pair, strict=True)] for pair in pairs])
 
     @staticmethod
     def over_steps(values: Sequence[Any], steps: int) -> float:
-        """Returns that of the predictions of all steps."""
+        """Returns the error of the predictions of all steps."""
         return float(reduce(CalibrationError.joined, values))
 
 
@@ -130,14 +130,14 @@ class Spread(Metric):
     squares: float
 
     def __new__(cls, count: int, mean: float, squares: float) -> Self:
-        """Makes that of so many numbers."""
+        """Makes the deviation of `count` numbers."""
         spread = super().__new__(cls, math.sqrt(squares / (count - 1)) if count > 1 else 0.0)
         spread.count, spread.mean, spread.squares = count, mean, squares
         return spread
 
     @classmethod
     def of(cls, values: Tensor) -> Self:
-        """Returns that of some numbers."""
+        """Returns the deviation of some numbers."""
         numbers = values.detach().double()
         mean = float(numbers.mean()) if len(numbers) else 0.0
         return cls(len(numbers), mean, float((numbers - mean).square().sum()))
@@ -147,7 +147,7 @@ class Spread(Metric):
         return self.count, self.mean, self.squares
 
     def joined(self, other: Self) -> Self:
-        """Returns that of both (Chan et al. 1979, eq. 2.1)."""
+        """Returns the deviation of the numbers of both (Chan et al. 1979, eq. 2.1)."""
         count = self.count + other.count
         if not count:
             return self
@@ -160,7 +160,7 @@ class Spread(Metric):
 
     @staticmethod
     def over_steps(values: Sequence[Any], steps: int) -> float:
-        """Returns that of the numbers of all steps."""
+        """Returns the deviation of the numbers of all steps."""
         return float(reduce(Spread.joined, values))
 
 

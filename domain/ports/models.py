@@ -80,11 +80,11 @@ class PredictingModel(Protocol):
     """A model that says which tokens it finds most likely in a token's place."""
 
     def predict(self, batch: PackedBatch, top_k: int) -> Predictions:
-        """Returns its predictions of the action tokens, of `top_k` tokens each, without gradient, on the CPU."""
+        """Returns the model's predictions of the action tokens, `top_k` tokens each, without gradient, on the CPU."""
         ...
 
     def predictions(self, passes: Passes[Any], top_k: int) -> Predictions:
-        """Returns its predictions of all tokens of the batch that the passes divide; 0 outside actions."""
+        """Returns the model's predictions of all tokens of the batch that the passes divide; 0 outside actions."""
         batches = [*passes]
         found = [self.predict(batch, top_k) for batch in batches]
         return Predictions(
@@ -275,7 +275,7 @@ class TeacherModel(Protocol):
     """A frozen model that others are to predict like."""
 
     def predict(self, batch: PackedBatch) -> Predictions:
-        """Returns its predictions of the action tokens, on the CPU."""
+        """Returns the model's predictions of the action tokens, on the CPU."""
         ...
 
 

@@ -327,5 +327,5 @@ def _original_loaders(model: Any) -> Iterator[None]:
 
 
 def _together(one: Iterable[str] | None, other: Iterable[str] | None) -> set[str] | None:
-    """Returns all names; None if there are none to be known."""
+    """Returns all names; None if they cannot be known."""
     return None if one is None or other is None else {*one, *other}

@@ -33,7 +33,7 @@ class Note:
     time: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
+        """Returns the note as JSON has it."""
         return asdict(self) | {"tags": list(self.tags)}
 
 

@@ -1,4 +1,4 @@
-"""Rules of score centering: what it takes out is the mean of the gradient that the loss has. See `validation`."""
+"""Rules of score centering, which subtracts the mean of a token's gradient. See `validation`."""
 
 from collections.abc import Iterator
 

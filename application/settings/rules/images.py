@@ -31,7 +31,7 @@ def example_image_problems(run: OfflineRun) -> Iterator[str]:
 
 
 def _frozen_problems(actor: ActorConfig | ExampleModelConfig) -> Iterator[str]:
-    """Yields what a tower that is not trained does not go with."""
+    """Yields the settings that exclude a tower that is not trained."""
     if actor.freeze_visual_encoder and actor.lora.rank:
         yield (
             "actor.freeze_visual_encoder is on, but adapters are of the language model alone: leave out "

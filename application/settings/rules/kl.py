@@ -122,7 +122,7 @@ def _served_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _moving_problems(config: RLConfig) -> Iterator[str]:
-    """Yields what a reference that moves does not go with."""
+    """Yields the settings that exclude a reference that moves."""
     kl, ref = config.algo.kl, config.ref
     known = f"algo.kl.ref_sync_steps is {kl.ref_sync_steps}, but "
     if kl.against is KLAgainst.ROLLOUT:

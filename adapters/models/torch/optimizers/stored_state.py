@@ -53,7 +53,7 @@ class StoredTensor:
         return torch.cat(found)
 
     def whole(self) -> Tensor:
-        """Returns all of it, which is read now."""
+        """Reads and returns the whole state."""
         if len(self.parts) == 1:
             [(file, name, _)] = self.parts
             tensor: Tensor = file.get_tensor(name)
