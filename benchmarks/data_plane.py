@@ -2,9 +2,9 @@
 
 `python benchmarks/data_plane.py` plays groups of eight rollouts on simulated engines, as `controller.py` does, and
 takes the update that they feed: packing, advantages, loss weights, division over 64 ranks, and the message to each rank
-as Ray would pickle it. `ns idle` is the driver's processor time per token while no GPU has work: from the last reply to
-the last message, the median of `STEPS` updates; `ns first` is that of the first, in memory that the process has not
-used before. `ns sampling` is its time per token before, while engines sample. `bytes` are those of the messages,
+as Ray would pickle it. `ns idle` is the driver's processor time per token while no GPU has work, from the last reply to
+the last message: the median of `STEPS` updates. `ns first` is that of the first update, in memory that the process has
+not used before. `ns sampling` is its time per token before, while engines sample. `bytes` are those of the messages,
 per token. Likewise for a forward pass that scores the step (`score`: the messages there and back).
 The last line is `idle I ns, B bytes`, of the largest step.
 """

@@ -4,12 +4,12 @@
 
 Each section runs in a process of its own, which is killed when its time or that of all is over, so that none spoils or
 holds up the next; those whose answers matter most come first. While one runs, the next makes its imports. What a
-section finds is printed at once, and with --out written to OUT/first_light.json, as is where it failed, or hung; those
-that an error of CUDA's has ended are tried again, where each call is waited for; at the end comes a table. `--smoke` is
-the same code on small shapes, for machines without a GPU too. Model: random weights in the shape of Qwen3-0.6B, so
-nothing has to be downloaded. `divisions` and `fleets` are about two GPUs and more, and take twenty minutes. `ipc`
-unpacks by vLLM's own file, of the installed vLLM or --vllm-packed; `deepspeed` needs that library, `gpu_tests` what
-tests need. For a machine without a network `scripts/offline.py` gathers what it lacks.
+section finds is printed at once, and with --out written to OUT/first_light.json; if it failed or hung, so is the place
+where it did. Sections that an error of CUDA's has ended are tried again in a mode in which each call is waited for. At
+the end comes a table. `--smoke` is the same code on small shapes, for machines without a GPU too. Model: random weights
+in the shape of Qwen3-0.6B, so nothing has to be downloaded. `divisions` and `fleets` are about two GPUs and more, and
+take twenty minutes. `ipc` unpacks by vLLM's own file, of the installed vLLM or --vllm-packed; `deepspeed` needs that
+library, `gpu_tests` what tests need. For a machine without a network `scripts/offline.py` gathers what it lacks.
 """
 
 import argparse

@@ -41,8 +41,9 @@ experts now and then."""
 
 
 def families(out: Any) -> None:
-    """Models of several kinds, each in vLLM on the GPU of what is trained: whether log-probs of replies, and of likely
-    tokens, are the trainer's, before a push through the GPU's memory, after it, and after another that wakes vLLM."""
+    """Models of several kinds, each in vLLM on the GPU of the model that is trained. Checks whether log-probs of
+    replies, and of likely tokens, are the trainer's: before a push through the GPU's memory, after it, and after
+    another push that wakes vLLM."""
     if not GPU or (missing := lacking("vllm")):
         out["left out"] = f"needs {missing if GPU else 'a GPU'}"
         return

@@ -1,5 +1,5 @@
-"""The server of `rollgrad ui` on a run of 10,000 trajectories of 1,000 tokens: how long it takes to start, to list and
-filter them, and to open one of 32,000 tokens, on the clock and in seconds of its CPU; and its memory.
+"""The server of `rollgrad ui` on a run of 10,000 trajectories of 1,000 tokens. Measures its memory, and how long it
+takes to start, to list and filter them, and to open one of 32,000 tokens, on the clock and in seconds of its CPU.
 
 The run is written by the writer that training uses, into `--directory`, which is kept for another time.
 
@@ -8,9 +8,9 @@ The run is written by the writer that training uses, into `--directory`, which i
 With `--pairs` it also trains the demo so many times with and so many times without trajectories, in turns, and says
 whether they slow its steps by less than a hundredth. Each step with them is compared with the step of the same number
 without, which has the same replies: on the clock, which other work on the machine disturbs, and in seconds of CPU of
-the whole process, which it disturbs less. Besides, it adds up what they cost directly: the seconds for which training
-waited for the writer, and those for which the writer's thread computed; the steps cannot lose more than this as long as
-nothing waits for a core that the writer has.
+the whole process, which it disturbs less. It also adds up their direct cost: the seconds for which training waited for
+the writer, and those for which the writer's thread computed. Steps cannot lose more than this as long as nothing waits
+for a core that the writer has.
 
     python benchmarks/run_page.py --directory runs/many --pairs 10
 

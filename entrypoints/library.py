@@ -54,8 +54,8 @@ def train(
         reward: a function that returns one number a reply and gets what its parameters are called (`queries`,
             `prompts`, `labels`, `completions`, columns of the row, ...; see docs/rewards.md), a `RewardSource`, or a
             list of several, which are summed by `config.reward.weights`. It replaces `config.reward`.
-        environment: makes a fresh `Environment` (usually its class); episodes then have several turns, up to
-            `config.rollout.max_turns`, and rewards come from the environment's steps; an episode whose last step has
+        environment: makes a fresh `Environment` (usually its class). Episodes then have several turns, up to
+            `config.rollout.max_turns`, and rewards come from the environment's steps. An episode whose last step has
             the reward None is judged by `reward`, or as `config.reward` says.
         adapters: objects that replace those of the configuration, by the port that they implement:
             `engine`, `executor`, `prompts`, `policy`, `reference`, `critic`, `channel`, `sink`, `checkpoints`,

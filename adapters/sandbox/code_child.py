@@ -4,8 +4,8 @@ It is started as a script for each run; `code_run` is the other side. A marshall
 end of stdin asks it to end. The code's output goes to stdout; stderr has a line with its exit code, or the reason for
 none, and after it the files that are kept.
 
-With namespaces there are three processes: the guard (this one) waits for the end of stdin and watches the memory of the
-run; init is process 1 of a new process namespace, whose end ends everything in it; the third runs the code.
+With namespaces there are three processes. The guard (this one) waits for the end of stdin and watches the memory of the
+run. Init is process 1 of a new process namespace; its end ends everything in it. The third process runs the code.
 Without namespaces the guard takes init's part: it adopts orphans and kills them all.
 
 Every import takes time in each run: those of `typing`, `json`, `ast` and `signal` took longer than the rest together.

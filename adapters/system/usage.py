@@ -12,9 +12,9 @@ class MemoryUsage:
         self._retries = 0
 
     def __call__(self) -> dict[str, float]:
-        """Returns the share of the machine's or its container's memory that is in use; of a GPU that this process
-        computes on, the share in use when torch had most of it, and how often torch had to give memory back to find
-        room since the last call."""
+        """Returns the share of the machine's, or its container's, memory that is in use. For a GPU that this process
+        computes on it also returns the largest share that torch has had, and how often torch had to give memory back to
+        find room since the last call."""
         usage = {"memory/host_share": 1 - available_memory() / total_memory()}
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             free, total = torch.cuda.mem_get_info()

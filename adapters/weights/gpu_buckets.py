@@ -81,8 +81,8 @@ class Packer:
 @contextmanager
 def in_fixed_segment() -> Iterator[None]:
     """Makes torch take a GPU's memory, inside the block, from segments that do not grow, whatever
-    PYTORCH_CUDA_ALLOC_CONF says: to map a part of one that grows, another process would need the right to trace this
-    one, which containers do not give it (pytorch#165685)."""
+    PYTORCH_CUDA_ALLOC_CONF says. To map a part of a growing segment, another process would need the right to trace this
+    one, which containers do not give (pytorch#165685)."""
     options = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     fixed = GROWING.sub("expandable_segments:False", options)
     if fixed == options:

@@ -28,8 +28,9 @@ class RequestedTraining:
     ) -> tuple[list[Tensor], float]:
         """Adds the datums' gradient to that of the next step; returns logprobs_T of each, and the summed loss.
 
-        If it fails, all that was accumulated is dropped, because of several passes some have added their gradients, and
-        so is what is added until the next step, which is refused: a client may have sent it before it knew.
+        If it fails, all that was accumulated is dropped, because some of its passes have added their gradients. What is
+        added until the next step is dropped, too, and that step is refused: a client may have sent it before it knew of
+        the failure.
 
         Raises:
             NonFiniteUpdateError: the loss is not finite.

@@ -215,8 +215,9 @@ def _copied_over(config: RLConfig) -> int:
 
 
 def _at_rest(config: RLConfig, role: str, shape: ModelShape, compute_bytes: int, machine: Machine) -> RoleMemory:
-    """Returns the row of actor or critic with the inputs of layers that are in the machine's memory, and the bytes that
-    its optimizer leaves to engines while these sample: under FSDP2 the moments, for the masters are the weights."""
+    """Returns the row of actor or critic with the inputs of layers that are in the machine's memory, and with the bytes
+    that its optimizer leaves to engines while these sample. Under FSDP2 these are the moments, because the masters are
+    the weights."""
     row = _trained(config, role, shape, compute_bytes, machine)
     if not machine.gpu:
         return row

@@ -1,9 +1,9 @@
 """Findings: reasons why a run cannot learn, found in the metrics of its steps as soon as they show.
 
 A finding begins when its sign (`signs`) was seen in each of the last `WINDOW` rollouts (in all rollouts of a shorter
-run), that of evaluations (`held_out`) in each of the last `EVALUATIONS`, and ends when it was missing in as many. It is
-reported when it begins; of one that comes and goes only the first, second, fourth, eighth ... time, so that a run of
-days has a log that people read. Pure: no clock, and no state but the value itself. Does not own: how findings are
+run), or, of evaluations (`held_out`), in each of the last `EVALUATIONS`. It ends when the sign was missing in as many.
+It is reported when it begins; of one that comes and goes only the first, second, fourth, eighth ... time, so that a run
+of days has a log that people read. Pure: no clock, and no state but the value itself. Does not own: how findings are
 shown.
 """
 

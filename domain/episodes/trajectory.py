@@ -1,8 +1,8 @@
 """The value that joins execution and learning: one token-level episode.
 
-Invariants, checked by `TrajectoryBuilder`, the only way to make a `Trajectory`: segments tile the tokens in order;
-the first is a PROMPT; only ACTION tokens were sampled, and each has a finite log-prob and a policy version; every
-action segment has its own reward (kept apart for the estimator, never summed before it).
+Invariants, checked by `TrajectoryBuilder`, the only way to make a `Trajectory`: segments tile the tokens in order, and
+the first is a PROMPT. Only ACTION tokens were sampled, and each has a finite log-prob and a policy version. Every
+action segment has its own reward, which is never summed before the estimator.
 Does not own: the making of tokens (engines, codecs), nor learning from them (estimators, losses).
 """
 

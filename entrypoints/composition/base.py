@@ -1,8 +1,8 @@
 """Parts of every trainer, whether it samples or not: models, tokenizer, checkpoints, sinks, clock, processes.
 
-A run's own container inherits from `BaseContainer`, from `OfflineContainer` (`offline.py`) if it learns from examples,
-or from `EngineContainer` (`engines.py`) if it samples, and adds what its steps do; a function makes it from the
-settings, and provides what its bases ask for (`providers.Dependency`). `sft.py` is the shortest.
+A run's own container adds what the run's steps do. It inherits from `BaseContainer`: by way of `OfflineContainer`
+(`offline.py`) if it learns from examples, of `EngineContainer` (`engines.py`) if it samples. A function makes it from
+the settings, and provides what its bases ask for (`providers.Dependency`). `sft.py` is the shortest.
 
 The settings, `config`, need the sections that the providers used read: `actor`, `ref`, `train`, `cluster`, `ds`, `data`
 (its template), `ckpt`, `logger`.

@@ -133,8 +133,9 @@ def _table(rollouts: Rollouts, keys: Container[str]) -> dict[str, Any]:
 
 
 def _groups(rollouts: Rollouts) -> Iterable[Sequence[str]]:
-    """Yields the keys of whole groups: first those with notes; then one of each step after the other, from steps that
-    lie evenly over the run; of a step first those with the greatest spread, most cut replies and most failures."""
+    """Yields the keys of whole groups. Groups with notes come first; then one group of each step in turn, from steps
+    that lie evenly over the run. Within a step, those with the greatest spread, most truncated replies and most
+    failures come first."""
     names = ("kind", "step", "group_id", "failure", "stop_reason", "group_spread", "key")
     groups: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for values in zip(*(rollouts.table[name].to_pylist() for name in names), strict=True):

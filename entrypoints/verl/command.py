@@ -1,8 +1,9 @@
 """Translates command lines of verl to rollgrad's settings.
 
 Settings with a counterpart of the same meaning, and those without one, are in `names.names_of_verl` and
-`names.names_of_verl_commands`; those that depend on each other are translated by `algorithm`, `run` and `cluster`, of
-supervised fine-tuning by `sft`. verl's defaults are applied, because they differ from ours. Importable without torch.
+`names.names_of_verl_commands`. Settings that depend on each other are translated by `algorithm`, `run` and `cluster`,
+and for supervised fine-tuning by `sft`. verl's defaults are applied, because they differ from ours. Importable without
+torch.
 """
 
 from collections.abc import Sequence

@@ -37,9 +37,9 @@ class PreparationSettings:
 
 @frozen(kw_only=True)
 class PreparedRow:
-    """A row that can be trained on: its branches (of a pair the chosen and the rejected reply), what was noticed, its
-    weight, a pair's margin, whether each branch is a good reply, where rows say that, and whether the row was over the
-    limit."""
+    """A row that can be trained on: its branches (of a pair the chosen and the rejected reply), the anomalies that were
+    noticed, its weight, a pair's margin, the labels of its replies where rows have some, and whether the row was over
+    the limit."""
 
     branches: tuple[TokenBranch, ...]
     anomalies: frozenset[Anomaly]

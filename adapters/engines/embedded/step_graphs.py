@@ -131,9 +131,9 @@ def _beside(device: int) -> torch.cuda.Stream:
 
 
 def _end_capture(pool: tuple[int, int]) -> None:
-    """Tells torch that a capture that has failed is over, which before 2.13 it does not notice by itself: its allocator
-    and its generator of random numbers would wait for the end as long as the process lives, and `empty_cache` fail
-    (pytorch#180395), and `torch.randn`."""
+    """Tells torch that a failed capture is over. Before 2.13 torch does not notice it by itself: its allocator and its
+    generator of random numbers would wait for the end as long as the process lives, so that `empty_cache`
+    (pytorch#180395) and `torch.randn` would fail."""
     device = torch.cuda.current_device()
     with suppress(RuntimeError):
         generator = torch.cuda.default_generators[device]

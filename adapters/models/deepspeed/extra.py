@@ -35,9 +35,9 @@ ENDED = "Extra inputs are not permitted"
 
 
 def config_problems(extra: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each key in `ds.extra` that DeepSpeed does not read, or that another setting sets, and, if
-    there is none, one for the first value that DeepSpeed refuses; nothing is known to be wrong where no DeepSpeed is
-    installed."""
+    """Yields a sentence for each key in `ds.extra` that DeepSpeed does not read, or that another setting sets; if there
+    is none, a sentence for the first value that DeepSpeed refuses. Without an installed DeepSpeed nothing is
+    checked."""
     wrong = [
         f"ds.extra.{name} is not yours to set: {instead}, and leave --ds.extra.{name} out."
         for name, instead in OWN.items()

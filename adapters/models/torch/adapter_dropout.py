@@ -1,6 +1,6 @@
 """Dropout of LoRA's adapters (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"; peft's
-`lora_dropout`): while a model is trained, an adapter computes B A d(x), where d leaves out a share p of the numbers of
-x and multiplies the others by 1 / (1 - p).
+`lora_dropout`). While a model is trained, an adapter computes B A d(x), where d sets a share p of the numbers of x to 0
+and multiplies the others by 1 / (1 - p).
 
 Invariants: which numbers of a token are left out depends only on the tokens up to it, the optimizer step and the layer.
 So a step has one gradient however it is divided, activations that are computed again are the same, and a run that

@@ -1,7 +1,7 @@
 """Modules that compute a whole packed batch in one call.
 
-One forward pass takes a micro-batch as a single row of distinct tokens (`layout.py`), attends through a plan
-(`attention.py`), or has a row for each sequence where the model cannot be packed (`padded.py`), and evaluates the
+One forward pass takes a micro-batch as a single row of distinct tokens (`layout.py`) and attends through a plan
+(`attention.py`); where the model cannot be packed, it has a row for each sequence (`padded.py`). It evaluates the
 vocabulary at action positions only (`chunked_logprobs.py`). Tokens may be divided over several processes
 (`sequence_parallel.py`), each of which then gets the results of all.
 Does not own: losses, batching, nor gradients.
@@ -152,11 +152,11 @@ class PackedLM(nn.Module):
     """A causal language model over packed batches. `forward(batch)` returns (logprobs_A, entropy_A) of the action
     tokens under softmax(logits / temperature), float32; `forward(batch, True)` also (tokens_E, probabilities_E,
     squares) of its routers, as `expert_balance.routed` computes them. With `correct` there are more columns of action
-    tokens: 1 where the token is the most likely one, else 0; with `mean` beside it the mean log-prob over the
-    vocabulary, and with `collision` the collision entropy, but in updates on rollouts. With a `teacher` the columns are
-    those of `distilled_logprobs`. With `outcomes`, two token ids, they are those of `OutcomeScorer` after each action
-    token. The last are, with `centering`, those of `CentredScores`, where they are learned from and the batch has the
-    sampler's most likely tokens. `forward(batch, False, k)` returns what `likely_tokens` does, and nothing else.
+    tokens: 1 where the token is the most likely one, else 0; with `mean`, too, the mean log-prob over the vocabulary;
+    and with `collision` the collision entropy, except in updates on rollouts. With a `teacher` the columns are those of
+    `distilled_logprobs`. With `outcomes`, two token ids, they are those of `OutcomeScorer` after each action token. The
+    last are, with `centering`, those of `CentredScores`, where they are learned from and the batch has the sampler's
+    most likely tokens. `forward(batch, False, k)` returns what `likely_tokens` does, and nothing else.
 
     `model` is a causal language model with packed attention installed (`loading.py`).
     """

@@ -19,8 +19,8 @@ def pass_at_k(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     mean over all choices of k rollouts that contain rollout i; mean and (population) std are over all choices of k.
 
     For rewards of 0 and 1 these are the advantages of Chen et al. 2025, "Pass@k Training for Adaptively Balancing
-    Exploration and Exploitation of Large Reasoning Models", arXiv:2508.10751, by their analytical derivation; for
-    others the best reward takes the place of a pass (Walder and Karkhanis 2025, "Pass@K Policy Optimization",
+    Exploration and Exploitation of Large Reasoning Models", arXiv:2508.10751, by their analytical derivation. For other
+    rewards the best one takes the place of a pass (Walder and Karkhanis 2025, "Pass@K Policy Optimization",
     arXiv:2505.15201, eq. 12). With k = 1 they are GRPO's, but for the deviation. A group of k rollouts or fewer has
     nothing to compare: advantage 0.
     """

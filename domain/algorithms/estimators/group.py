@@ -92,8 +92,8 @@ def gpg(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
 
 @estimator("maxrl")
 def maxrl(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
-    """(r_i - mean) / mean for rewards of at least 0, and 0 where the mean is 0: the gradient of the log of the pass
-    rate, truncated at the group's size (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
+    """(r_i - mean) / mean for rewards of at least 0, and 0 where the mean is 0. This is the gradient of the log of the
+    pass rate, truncated at the group's size (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
 
     Raises:
         RewardError: an outcome is below 0.

@@ -54,10 +54,11 @@ def turn_gae(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
 
 @estimator("turn_group_norm")
 def turn_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
-    """GRPO's normalisation for each turn, a definition of rollgrad's own: the discounted sum of a rollout's rewards
-    from turn k on, minus the mean of these sums over the group's rollouts that reached turn k, divided by their
-    unbiased standard deviation. Each turn's advantages sum to 0 over the group; a turn that only one rollout reached
-    teaches nothing. Turns are counted over all branches of a rollout. The paper's form is `process_group_norm`."""
+    """GRPO's normalisation for each turn, a definition of rollgrad's own. The advantage of turn k is the discounted sum
+    of the rollout's rewards from turn k on, normalised by the mean and the unbiased standard deviation of these sums
+    over the group's rollouts that reached turn k. Each turn's advantages sum to 0 over the group; a turn that only one
+    rollout reached teaches nothing. Turns are counted over all branches of a rollout. The paper's form is
+    `process_group_norm`."""
     actions = Actions(inputs)
     turns = Turns.of(inputs, actions)
     rollout_U, lengths_R = turns.rollout_U, turns.lengths_R
@@ -86,10 +87,10 @@ def process_group_norm(inputs: EstimatorInput, params: EstimatorParams) -> Advan
 @estimator("gigpo")
 def gigpo(inputs: EstimatorInput, params: EstimatorParams) -> Advantages:
     """Group-in-group advantages (Feng et al. 2025, "Group-in-Group Policy Optimization for LLM Agent Training",
-    arXiv:2505.10978, eq. 8): the rollout's outcome, normalised in its group, plus `step_weight` times the
-    discounted sum of its rewards from the turn on, normalised among all turns of the group that were played in the same
-    state. Both are divided by the unbiased standard deviation, or with `no_std_norm` by nothing (F_norm = 1). A turn
-    whose state no other shares has the first alone.
+    arXiv:2505.10978, eq. 8): the sum of two parts. One is the rollout's outcome, normalised in its group. The other is
+    `step_weight` times the discounted sum of its rewards from the turn on, normalised among all turns of the group that
+    were played in the same state. Both are divided by the unbiased standard deviation, or with `no_std_norm` by nothing
+    (F_norm = 1). A turn whose state no other shares has the first alone.
 
     Raises:
         ValueError: `state_ids_N` is missing.

@@ -126,7 +126,7 @@ def within_second_moment(
     logprobs_N: Tensor, rollout_logprobs_N: Tensor, action_mask_N: Tensor, threshold: float
 ) -> Tensor:
     """Returns a mask of the action tokens that M2PO keeps (Zheng et al. 2025, "Prosperity before Collapse",
-    arXiv:2510.01161, as AReaL applies it): those with the largest (log w)^2 are left out until the mean of the others
+    arXiv:2510.01161, as AReaL applies it): tokens with the largest (log w)^2 are left out until the mean of the others
     is at most `threshold`. Tokens of equal (log w)^2 stay or go together, so that neither order nor division of samples
     matters.
 
@@ -151,7 +151,7 @@ def interpolated_proximal(
     """Returns the log-probs of the proximal policy, without a forward pass.
 
     The proximal policy is that of version c - 1, where c is the version of the current policy. Its log-probs are
-    interpolated, linearly in the version, between mu of the sampler (version v) and pi of the current policy:
+    interpolated linearly in the version, between the sampler's mu (version v) and the current policy's pi (version c):
     mu + (pi - mu) (c - 1 - v) / (c - v), and mu where v >= c - 1. This is AReaL's log-linear approximation (Fu et al.
     2025, section 5) of decoupled PPO's proximal policy (Hilton et al. 2022).
     """

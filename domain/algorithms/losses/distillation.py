@@ -28,9 +28,9 @@ def with_rest(logprobs_AK: Tensor) -> Tensor:
 
 
 def divergence(teacher_AB: Tensor, student_AB: Tensor, *, beta: float) -> Tensor:
-    """Generalised Jensen-Shannon divergence of each place, [A], with T the teacher and S the student:
-    beta KL(T || M) + (1 - beta) KL(S || M), M = beta T + (1 - beta) S (Agarwal et al. 2023, "GKD", arXiv:2306.13649,
-    eq. 1); at the ends their limits up to scale, the forward KL(T || S) at 0 and the reverse KL(S || T) at 1.
+    """Generalised Jensen-Shannon divergence of each place, [A]: beta KL(T || M) + (1 - beta) KL(S || M), with T the
+    teacher, S the student and M = beta T + (1 - beta) S (Agarwal et al. 2023, "GKD", arXiv:2306.13649, eq. 1). At the
+    ends it is the limit, up to scale: the forward KL(T || S) at 0, the reverse KL(S || T) at 1.
 
     Raises:
         ValueError: `beta` is not from 0 to 1.

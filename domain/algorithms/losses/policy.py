@@ -149,9 +149,10 @@ def kl_cov(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
 
 @policy_loss("dppo_tv")
 def dppo_tv(inputs: PolicyLossInput, params: PolicyLossParams) -> PolicyLoss:
-    """-rho A, without a gradient where a step would lead further from the old policy than the trust region: p - p_old
-    above clip_high for a positive advantage, p_old - p above clip_low for a negative one (Qi et al. 2026, "DPPO", eq.
-    11 and 12). A rho above `MAX_WEIGHT` counts as `MAX_WEIGHT`: inside the region a token may rise from 1e-6 to 0.1."""
+    """-rho A, without a gradient where a step would lead out of a trust region around the old policy: where p - p_old
+    is above clip_high for a positive advantage, or p_old - p above clip_low for a negative one (Qi et al. 2026, "DPPO",
+    eq. 11 and 12). A rho above `MAX_WEIGHT` counts as `MAX_WEIGHT`: inside the region a token may rise from 1e-6 to
+    0.1."""
     moved_N = (inputs.logprobs_N.exp() - inputs.old_logprobs_N.exp()).detach()
     return _trust_region(inputs, -moved_N > params.clip_low, moved_N > params.clip_high)
 

@@ -301,10 +301,10 @@ def _logit_gradient(
     grad_mean: Tensor | None,
     mean_share: Tensor | None,
 ) -> Tensor:
-    """Returns the gradient at hidden @ weight.T + bias, in the format `dtype`: the slope of the logits times
-    g_l (onehot - p) - g_H p (log p + H) + g_M (1 / V - p), the gradient at the scaled logits; `mean_share` is g_M / V.
-    `pulls` [A, J] are the g_l of the tokens `index` [A, J]. It overwrites the logits; the other tensors are columns
-    [A, 1]."""
+    """Returns the gradient at hidden @ weight.T + bias, in the format `dtype`. It is the slope of the logits times the
+    gradient at the scaled logits, g_l (onehot - p) - g_H p (log p + H) + g_M (1 / V - p). `mean_share` is g_M / V.
+    `pulls` [A, J] are the g_l of the tokens `index` [A, J]. It overwrites the logits; the other tensors are columns [A,
+    1]."""
     slope = form.slope(logits)
     if restrict is not None:
         restrict(logits)

@@ -222,9 +222,8 @@ def dense(
     cap: float | None = None,
 ) -> Tensor:
     """Returns attention [B, H, Q, E] of query [B, H, Q, D] to key [B, G, K, D] and value [B, G, K, E], where G divides
-    H, with an additive mask that broadcasts to [B, H, Q, K]; without one each query sees the keys up to its own.
-    `sinks` [H, Q] are the scores of each query's sink (`sinks.py`); a `cap`, which needs a mask, limits scores
-    (`capped.py`)."""
+    H. An additive mask broadcasts to [B, H, Q, K]; without a mask each query sees the keys up to its own. `sinks` [H,
+    Q] are the scores of each query's sink (`sinks.py`); a `cap`, which needs a mask, limits scores (`capped.py`)."""
     if cap is not None and mask is not None:
         return capped_dense(query, key, value, scaling=scaling, mask=mask, cap=cap)
     shared = query.shape[1] // key.shape[1]

@@ -253,9 +253,9 @@ def _mamba_1(
     return_last_state: bool,
     **named: Any,
 ) -> Tensor:
-    """Mamba's scan of x [B, C, T] (Gu & Dao 2023, arXiv:2312.00752, equations 2 and 4: of the state h at each token
-    exp(dt A) h is left) begins with no state, but is linear in one: it adds C exp(A (dt_1 + ... + dt_t)) h to token
-    t."""
+    """Mamba's scan of x [B, C, T] begins without a state, but its result is linear in one: a state h adds C exp(A (dt_1
+    + ... + dt_t)) h to token t, because each token leaves exp(dt A) h of it (Gu & Dao 2023, arXiv:2312.00752, equations
+    2 and 4)."""
     # A time step of 0 leaves the state as it is, but its softplus never is 0.
     step = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
     step = (functional.softplus(step) if delta_softplus else step).to(dt.dtype)

@@ -4,9 +4,9 @@ Every process computes a share of the tokens. Attention needs them all. As far a
 exchanged for heads around it (Ulysses; Jacobs et al. 2023, arXiv:2309.14509): a team of processes, whose number divides
 that of the heads, attends with some heads each. Where there are more processes, teams divide the queries
 (`queries.py`), and each process gets the keys and values of its heads from all of them, as in Llama 3's context
-parallelism (Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.3.2); in the backward pass their gradients go
-back and are added. The processes' results for action tokens are gathered at the end, and every process computes the
-loss of the whole batch.
+parallelism (Dubey et al. 2024, "The Llama 3 Herd of Models", section 3.3.2). In the backward pass the gradients of keys
+and values go back and are added. The processes' results for action tokens are gathered at the end, and every process
+computes the loss of the whole batch.
 Invariant: the sum of the processes' gradients is the gradient of that loss, once.
 Suffixes: C are this process's tokens of M, Q those of its team; B its action tokens of A; G key/value heads, each with
 its query heads in a row of W numbers.

@@ -189,8 +189,9 @@ def replace_parameter(places: Iterable[Place], parameter: nn.Parameter) -> None:
 
 
 def not_by_rows(model: nn.Module, conversions: Iterable[Any] | None) -> set[str]:
-    """Returns the names of parameters whose rows transformers does not make from the same rows of the files: it would
-    cut these first and then compute, say, the query's matrix from a third of the rows of query, key and value."""
+    """Returns the names of parameters whose rows transformers does not make from the same rows of the files. If these
+    were divided, it would cut the rows first, and then compute, say, the query's matrix from a third of the rows of
+    query, key and value."""
     from transformers.core_model_loading import WeightConverter
 
     ends = {

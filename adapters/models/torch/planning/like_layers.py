@@ -1,7 +1,7 @@
 """Layers of a model that are alike hold alike: a pass over a few of each kind is stretched to one over all.
 
-A pass is divided into spans, one for each layer. Of each kind of layer the first two are kept, for the first of a kind
-may make what the others use, such as masks; a layer that is left out counts as the last of its kind that is kept.
+A pass is divided into spans, one for each layer. Of each kind of layer the first two are kept, because the first of a
+kind may make what the others use, such as masks. A layer that is left out counts as much as the second.
 Does not own: what a span holds (`pass_memory.py`).
 """
 
