@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import define, evolve, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -62,6 +62,85 @@ def random_step(seed: int, *, proximal: str) -> tuple[RolloutBatch, Tensor, Tens
     )
 
 
+@define
+class Expected:
+    """Results of an objective, added up token by token."""
+
+    slope_N: list[float]
+    """Gradient at each log-prob."""
+    entropy_slope_N: list[float]
+    """Gradient at each entropy."""
+    clipped_N: list[bool]
+    loss: float = 0.0
+    metrics: dict[str, float] = field(factory=dict)
+
+
+def token_by_token(
+    batch: RolloutBatch,
+    theta_N: Tensor,
+    entropy_N: Tensor,
+    *,
+    proximal: str,
+    corrected: bool,
+    kind: str,
+    against: str,
+) -> Expected:
+    """Returns the loss of PPO with all its terms, its gradients and its metrics."""
+    count = batch.token_count
+    expected = Expected([0.0] * count, [0.0] * count, [False] * count)
+    for t in batch.action_mask_N.nonzero()[:, 0].tolist():
+        weight, advantage = float(batch.filled("loss_weights_N")[t]), float(batch.filled("advantages_N")[t])
+        new, mu, entropy = float(theta_N[t]), float(batch.rollout_logprobs_N[t]), float(entropy_N[t])
+        old = proximal_logprob(batch, t, new, proximal)
+        rho = math.exp(new - old)
+        plain, clipped = rho * advantage, clamp(rho, 1 - LOW, 1 + HIGH) * advantage
+        is_clipped = clipped < plain
+        off = math.exp((new if proximal == "sampler" else old) - mu)
+        factor = (1.0 if proximal == "sampler" else off) if off <= HIGHEST else 0.0
+        learned = bool(batch.learned_N is not None and batch.learned_N[t])
+        counts = (factor if corrected else 1.0) * learned
+        policy = -min(plain, clipped) * counts
+        compared = mu if against == "rollout" else float(batch.filled("ref_logprobs_N")[t])
+        kl, kl_slope = divergence(kind, new - compared)
+        positive = float(batch.filled("positive_weights_N")[t])
+        expected.clipped_N[t] = is_clipped
+        expected.loss += weight * (policy + KL * kl - ENTROPY * entropy) - NLL * positive * new
+        expected.slope_N[t] = weight * (-plain * counts * (not is_clipped) + KL * kl_slope) - NLL * positive
+        expected.entropy_slope_N[t] = -weight * ENTROPY
+        columns = {
+            "policy_loss": policy,
+            "entropy": entropy,
+            "high_entropy_share": float(learned),
+            "approx_kl": k3(old - new),
+            "ratio_mean": rho,
+            "clip_low_share": float(is_clipped and advantage < 0),
+            "clip_high_share": float(is_clipped and advantage > 0),
+            "mismatch_kl": k3(mu - old),
+            "mismatch_abs": abs(old - mu),
+            "mismatch_equal_share": float(old == mu),
+            "mismatch_weight": math.exp(old - mu),
+            "mismatch_weight_squared": math.exp(old - mu) ** 2,
+            "ref_kl": kl,
+            "positive_nll": -positive * new / weight,
+        }
+        if corrected:
+            columns |= {"correction_weight": factor, "correction_dropped_share": float(factor == 0)}
+        for name, value in columns.items():
+            expected.metrics[name] = expected.metrics.get(name, 0.0) + weight * value
+    return expected
+
+
+def proximal_logprob(batch: RolloutBatch, t: int, new: float, proximal: str) -> float:
+    """Returns the log-prob of a token that its ratio starts from; `new` is the policy's own."""
+    mu = float(batch.rollout_logprobs_N[t])
+    if proximal == "interpolated":
+        age = max(1, VERSION - int(batch.versions_N[t]))
+        return mu + (new - mu) * (age - 1) / age
+    if proximal == "recomputed":
+        return float(batch.filled("old_logprobs_N")[t])
+    return mu if proximal == "sampler" else new
+
+
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("proximal", ["recomputed", "interpolated", "sampler", "none"])
 @EXAMPLES
@@ -88,59 +167,15 @@ def test_loss_gradient_and_metrics_are_the_sum_over_tokens(
     found = objective(TokenScores(logprobs_N=leaf, entropy_N=entropy), batch)
     gradients = torch.autograd.grad(found.loss, (leaf, entropy))
 
-    sums: dict[str, float] = {}
-    loss, slope_N, entropy_slope_N = 0.0, [0.0] * batch.token_count, [0.0] * batch.token_count
-    clipped_N = [False] * batch.token_count
-    for t in batch.action_mask_N.nonzero()[:, 0].tolist():
-        weight, advantage = float(batch.filled("loss_weights_N")[t]), float(batch.filled("advantages_N")[t])
-        new, mu = float(theta_N[t]), float(batch.rollout_logprobs_N[t])
-        age = max(1, VERSION - int(batch.versions_N[t]))
-        old = new
-        if proximal == "interpolated":
-            old = mu + (new - mu) * (age - 1) / age
-        elif proximal == "recomputed":
-            old = float(batch.filled("old_logprobs_N")[t])
-        elif proximal == "sampler":
-            old = mu
-        rho = math.exp(new - old)
-        plain, clipped = rho * advantage, clamp(rho, 1 - LOW, 1 + HIGH) * advantage
-        clipped_N[t] = is_clipped = clipped < plain
-        off = math.exp((new if proximal == "sampler" else old) - mu)
-        factor = (1.0 if proximal == "sampler" else off) if off <= HIGHEST else 0.0
-        counts = (factor if corrected else 1.0) * bool(batch.learned_N is not None and batch.learned_N[t])
-        policy = -min(plain, clipped) * counts
-        kl, kl_slope = divergence(
-            kind, new - (mu if against == "rollout" else float(batch.filled("ref_logprobs_N")[t]))
-        )
-        positive = float(batch.filled("positive_weights_N")[t])
-        loss += weight * (policy + KL * kl - ENTROPY * float(entropy_N[t])) - NLL * positive * new
-        slope_N[t] = weight * (-plain * counts * (not is_clipped) + KL * kl_slope) - NLL * positive
-        entropy_slope_N[t] = -weight * ENTROPY
-        columns = {
-            "policy_loss": policy,
-            "entropy": float(entropy_N[t]),
-            "high_entropy_share": float(batch.learned_N is not None and batch.learned_N[t]),
-            "approx_kl": k3(old - new),
-            "ratio_mean": rho,
-            "clip_low_share": float(is_clipped and advantage < 0),
-            "clip_high_share": float(is_clipped and advantage > 0),
-            "mismatch_kl": k3(mu - old),
-            "mismatch_abs": abs(old - mu),
-            "mismatch_equal_share": float(old == mu),
-            "mismatch_weight": math.exp(old - mu),
-            "mismatch_weight_squared": math.exp(old - mu) ** 2,
-            "ref_kl": kl,
-            "positive_nll": -positive * new / weight,
-        }
-        if corrected:
-            columns |= {"correction_weight": factor, "correction_dropped_share": float(factor == 0)}
-        for name, value in columns.items():
-            sums[name] = sums.get(name, 0.0) + weight * value
-    assert float(found.loss.detach()) == pytest.approx(loss, rel=1e-9, abs=1e-12)
-    assert {name: float(value) for name, value in found.metrics.items()} == pytest.approx(sums, rel=1e-6, abs=1e-9)
+    expected = token_by_token(
+        batch, theta_N, entropy_N, proximal=proximal, corrected=corrected, kind=kind, against=against
+    )
+    metrics = {name: float(value) for name, value in found.metrics.items()}
+    assert float(found.loss.detach()) == pytest.approx(expected.loss, rel=1e-9, abs=1e-12)
+    assert metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-9)
     assert found.clipped_N is not None
-    assert found.clipped_N.tolist() == clipped_N
-    for gradient_N, wanted in zip(gradients, (slope_N, entropy_slope_N), strict=True):
+    assert found.clipped_N.tolist() == expected.clipped_N
+    for gradient_N, wanted in zip(gradients, (expected.slope_N, expected.entropy_slope_N), strict=True):
         torch.testing.assert_close(gradient_N, torch.tensor(wanted, dtype=torch.float64), rtol=1e-9, atol=1e-12)
 
 
