@@ -135,17 +135,29 @@ async def run(
         # Shielded, so that the processes end even if the call is cancelled.
         control = await asyncio.shield(asyncio.create_task(_end(process)))
     output.feed(b"", final=True)
+    return _outcome(output.text(), control, stopped, process.returncode)
+
+
+def _outcome(text: str, control: bytes, stopped: str, status: int | None) -> Outcome:
+    """Returns the outcome of a run that has ended.
+
+    Args:
+        text: the output that is kept.
+        control: the guard's report of how the run ended, with its files if they were asked for.
+        stopped: why it was stopped here; empty if it was not.
+        status: exit status of the guard.
+    """
     ended, _, rest = control.partition(b"\n")
-    left = rest[len(KEPT) :] if rest.startswith(KEPT) else None
+    files = rest[len(KEPT) :] if rest.startswith(KEPT) else None
     if ended == b"memory":
         stopped = stopped or "memory"
     if stopped:
-        return Outcome(output=output.text(), code=None, stopped=stopped, files=left)
+        return Outcome(output=text, code=None, stopped=stopped, files=files)
     try:
-        return Outcome(output=output.text(), code=int(ended), files=left)
+        return Outcome(output=text, code=int(ended), files=files)
     except ValueError:
-        _log.warning("sandbox_failed", status=process.returncode, details=control.decode(errors="replace")[-2000:])
-        return Outcome(output=output.text(), code=None, stopped="failed")
+        _log.warning("sandbox_failed", status=status, details=control.decode(errors="replace")[-2000:])
+        return Outcome(output=text, code=None, stopped="failed")
 
 
 @functools.cache
