@@ -204,12 +204,17 @@ def _prepare_all(
         report.notice(result.anomalies)
     report.tokens = sum(row_lengths)
     report.measure(row_lengths)
+    return _arrays(columns), report
+
+
+def _arrays(columns: dict[str, list[Any]]) -> dict[str, Any]:
+    """Returns the arrays of columns, and empties the columns."""
     arrays = {}
     for name, kind in ARRAYS.items():
         column = columns.pop(name)  # popped, so that two copies of a column exist only while one is made
         joined = numpy.concatenate(column or [[]]) if name in ("tokens", "weights") else column
         arrays[name] = numpy.asarray(joined, dtype=kind)
-    return arrays, report
+    return arrays
 
 
 def _append(columns: Mapping[str, list[Any]], index: int, row: PreparedRow) -> None:
