@@ -178,8 +178,14 @@ def show_plan(
     config: RLConfig, console: "Console", *, samples: bool = True, becomes: Becomes = as_it_is, told: int = 0
 ) -> list[str]:
     """Prints the memory plan of a run whose settings hold; returns a sentence for each place where it does not fit.
-    `samples`: the run learns from what it samples, of which more is said. `becomes`: what the actor is made. `told`: as
-    in `memory_plan`.
+
+    Args:
+        config: settings of the run.
+        console: where the plan is printed.
+        samples: whether the run learns from what it samples; then the least time of a step, and corrections, are
+            printed, too.
+        becomes: function from the actor's shape to that of the model that is trained.
+        told: tokens that each prompt may have more for a teacher, as in `memory_plan`.
 
     Raises:
         CheckpointError: a model cannot be found.
@@ -210,11 +216,13 @@ def show_plan(
     for sentence in filter(None, (idle_sentence(config), uncorrected_sentence(config))):
         console.print(sentence)
     short = list(shortages(rows, machine))
+    if not short:
+        return []
     shapes_of = cache(
         lambda kind, offloads: _shapes(_recomputed(config, kind, offloads), dtype, device, becomes=becomes)
     )
     fits = partial(_fits, shapes_of=shapes_of, machine=machine, dtype=dtype, told=told)
-    way = way_out(config, machine, fits) if short else None
+    way = way_out(config, machine, fits)
     return short if way is None else [*short[:-1], f"{short[-1]} {way}"]
 
 
