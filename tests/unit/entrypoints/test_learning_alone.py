@@ -148,6 +148,17 @@ def sequences_of(trajectories: Sequence[Trajectory]) -> list[references.Sequence
     return found
 
 
+def proximal_logprobs(choice: str, made: Trajectory, *, old: list[float], now: list[float]) -> list[float]:
+    """Returns the log-probs that ratios start from; `old` and `now` are the policy's before and after it moved."""
+    rollout: list[float] = made.logprobs_T.tolist()
+    if choice == "recompute":
+        return old
+    if choice == "rollout":
+        return rollout
+    ages = [max(1, VERSION - version) for version in made.versions_T.tolist()]
+    return [mu + (pi - mu) * (age - 1) / age for mu, pi, age in zip(rollout, now, ages, strict=True)]
+
+
 def gradient_alone(config: RLConfig, trajectories: Sequence[Trajectory], before: Any, after: Any) -> Tensor:
     """The gradient of the step, token by token and sequence by sequence."""
     algo, loss, batch = config.algo, config.actor.policy_loss_type, sequences_of(trajectories)
@@ -165,12 +176,8 @@ def gradient_alone(config: RLConfig, trajectories: Sequence[Trajectory], before:
     total = torch.zeros((), dtype=torch.float64)
     for made, one, row, (old, _) in zip(trajectories, batch, rows, scored, strict=True):
         logprobs, _ = alone(after, made)
-        now, rollout = logprobs.tolist(), made.logprobs_T.tolist()
-        proximal = {"recompute": old.tolist(), "rollout": rollout}.get(algo.old_logprobs)
-        if proximal is None:
-            ages = [max(1, VERSION - version) for version in made.versions_T.tolist()]
-            proximal = [mu + (pi - mu) * (age - 1) / age for mu, pi, age in zip(rollout, now, ages, strict=True)]
-        count = len(made)
+        now, rollout, count = logprobs.tolist(), made.logprobs_T.tolist(), len(made)
+        proximal = proximal_logprobs(str(algo.old_logprobs), made, old=old.tolist(), now=now)
         tokens = references.Tokens(now, proximal, [x or 0.0 for x in row], one.actions, [0] * count, [False] * count)
         judged = evolve(tokens, logprobs=now if own_ratio else proximal, old=rollout)
         own = references.CorrectionSettings(
