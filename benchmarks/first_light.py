@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ def tell(name: str, results: dict[str, dict[str, Any]], folder: str) -> None:
         Path(folder, "first_light.json").write_text(json.dumps(results, indent=1))
 
 
-def results_of(names: dict[str, float], given: Any) -> dict[str, dict[str, Any]]:
+def results_of(names: Mapping[str, float], given: Any) -> dict[str, dict[str, Any]]:
     """Runs sections one after the other, while the next one starts, and tells what each has found; those that an error
     of CUDA's has ended run again, where each call is waited for. `names` has the seconds that each may take."""
     results: dict[str, dict[str, Any]] = {}

@@ -174,7 +174,8 @@ def _error(kind: str, dtype: torch.dtype, width: int, value_width: int, window: 
     q, k, v, g = (torch.randn(1, h, total, w, device=DEV) for h, w in shapes)
     sinks, g = torch.randn(hq, device=DEV), g.transpose(1, 2)
     leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
-    expected = _expected(*leaves, _visible(nodes, total, window), form)
+    q_leaf, k_leaf, v_leaf, sinks_leaf = leaves
+    expected = _expected(q_leaf, k_leaf, v_leaf, sinks_leaf, _visible(nodes, total, window), form)
     expected.backward(g)
     use(kind)
     ours = [t.to(dtype).requires_grad_() for t in (q, k, v, sinks)]

@@ -112,7 +112,7 @@ class MultiTurnExecutor(AgentExecutor):
         if last.reward is None and not last.rewards:
             reward = await self._judge(session, ledger, request, response, ended)
             ledger.reward_last(reward.value)
-            score = reward.value if reward.score is None else reward.score
+            score: float | None = reward.value if reward.score is None else reward.score
         else:
             self._tell_rewarding()
             reward = _own_reward(last)
