@@ -69,7 +69,7 @@ def environment(out: Any) -> None:
     out["x[i] of 16384 numbers on the CPU, us, by threads"] = _indexing_us()
     out["variables"] = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     if GPU:
-        from rollgrad.adapters.models.torch.kernels.attention import _widest_head
+        from rollgrad.adapters.models.torch.kernels.attention import widest_head
 
         p = torch.cuda.get_device_properties(0)
         out["gpu"] = {
@@ -78,7 +78,7 @@ def environment(out: Any) -> None:
             "gib": round(p.total_memory / 2**30, 1),
             "free_gib": round(torch.cuda.mem_get_info(0)[0] / 2**30, 1),
             "nccl": str(torch.cuda.nccl.version()),
-            "widest head of FlashAttention": _widest_head(DEV),
+            "widest head of FlashAttention": widest_head(DEV),
         }
         x = torch.randn(2**30, device=DEV)
         y = torch.empty_like(x)

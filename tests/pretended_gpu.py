@@ -528,7 +528,7 @@ def pretended_gpu() -> Iterator[Counter[str]]:
     from rollgrad.adapters.models.torch.kernels import fusing
 
     WAITED.clear()
-    kernels._widest_head.cache_clear()
+    kernels.widest_head.cache_clear()
     fusing.fused.cache_clear()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     with pytest.MonkeyPatch.context() as patch, Pretending():
@@ -554,5 +554,5 @@ def pretended_gpu() -> Iterator[Counter[str]]:
         patch.setattr(fusing, "compiled", lambda function: function)
         yield WAITED
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    kernels._widest_head.cache_clear()
+    kernels.widest_head.cache_clear()
     fusing.fused.cache_clear()

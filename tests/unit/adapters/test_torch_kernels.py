@@ -198,7 +198,7 @@ def test_all_that_the_call_for_a_gpu_takes_is_there(monkeypatch: pytest.MonkeyPa
 
     seen: list[Any] = []
     monkeypatch.setattr(library, "varlen_attn", strict_varlen(seen))
-    monkeypatch.setattr(kernels, "_widest_head", lambda device: 256)
+    monkeypatch.setattr(kernels, "widest_head", lambda device: 256)
     monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
     with FakeTensorMode():  # which refuses what mixes devices, and has no pinned memory
         heads, key_heads, width, _ = HEADS["grouped"]
@@ -317,9 +317,9 @@ def test_flash_attention_is_for_half_precision_and_heads_of_up_to_256_numbers(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(kernels, "_installed", lambda package: False)
-    kernels._widest_head.cache_clear()
+    kernels.widest_head.cache_clear()
     assert has_varlen(device, dtype, width) is expected
-    kernels._widest_head.cache_clear()
+    kernels.widest_head.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -340,9 +340,9 @@ def test_flash_attention_4_is_taken_into_use_where_it_is_installed_and_has_kerne
         monkeypatch.setattr(kernels, "version", lambda package: {"flash-attn-4": "4.0.0b36"}[package])
     monkeypatch.setattr(library, "activate_flash_attention_impl", used.append)
     monkeypatch.setattr(kernels, "_attend_once", used.append)
-    kernels._widest_head.cache_clear()
-    assert kernels._widest_head(CUDA) == 256
-    kernels._widest_head.cache_clear()
+    kernels.widest_head.cache_clear()
+    assert kernels.widest_head(CUDA) == 256
+    kernels.widest_head.cache_clear()
     taken = installed and capability == HOPPER and since_2_12
     assert used == ([kernels.FLASH_ATTENTION_4, CUDA] if taken else [])
     assert not taken or kernels.FLASH_ATTENTION_4 in library.list_flash_attention_impls()
@@ -370,7 +370,7 @@ def flash_attention_4(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         library.restore_flash_attention_impl(_raise_warn=False)
         sys.modules.pop(kernels.FLASH_ATTENTION_4, None)
         _fa4._fa4_import_module.cache_clear()
-        kernels._widest_head.cache_clear()
+        kernels.widest_head.cache_clear()
 
     forget()
     yield
@@ -391,7 +391,7 @@ def test_torch_understands_every_flash_attention_4(flash_attention_4: None, monk
         assert len(_fa4._fa4_run_backward(out, query, query, query, out, sums, None, None, 1.0, True, -1, 0)) == 3
 
     monkeypatch.setattr(kernels, "_attend_once", attend)
-    assert kernels._widest_head(CUDA) == 256
+    assert kernels.widest_head(CUDA) == 256
     assert library.current_flash_attention_impl() == kernels.FLASH_ATTENTION_4
 
 
@@ -412,7 +412,7 @@ def test_a_flash_attention_4_that_does_not_compute_leaves_the_kernels_of_torch(
     monkeypatch.setattr(kernels.log, "warning", warnings.append)
     monkeypatch.setattr(kernels, "varlen", attend)
     monkeypatch.setattr(kernels, "_attend_once", partial(on_the_cpu, kernels._attend_once))
-    assert kernels._widest_head(CUDA) == 256
+    assert kernels.widest_head(CUDA) == 256
     assert library.current_flash_attention_impl() is None
     (warning,) = warnings
     assert ("ArithmeticError: it computes 0.5 where all values are 1" if wrong else "too many values") in warning
@@ -454,12 +454,12 @@ def test_heads_that_flash_attention_4_does_not_compute_are_left_to_the_other_ker
     monkeypatch.setattr(library, "activate_flash_attention_impl", lambda name: None)
     monkeypatch.setattr(kernels, "_attend_once", lambda device: None)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
-    kernels._widest_head.cache_clear()
+    kernels.widest_head.cache_clear()
     assert has_varlen(CUDA, torch.bfloat16, width) is expected
     with FakeTensorMode():
         q = torch.empty(1, 2, 9, width, device=CUDA, dtype=torch.bfloat16)
         dense(q, q, q, scaling=0.3)
-    kernels._widest_head.cache_clear()
+    kernels.widest_head.cache_clear()
 
 
 def test_a_flash_attention_4_that_does_not_fit_leaves_the_kernels_of_torch(
@@ -477,10 +477,10 @@ def test_a_flash_attention_4_that_does_not_fit_leaves_the_kernels_of_torch(
     monkeypatch.setattr(kernels, "SINCE_2_12", True)
     monkeypatch.setattr(kernels.log, "warning", warnings.append)
     monkeypatch.setattr(library, "activate_flash_attention_impl", fail)
-    kernels._widest_head.cache_clear()
-    assert kernels._widest_head(CUDA) == 256
-    assert kernels._widest_head(CUDA) == 256
-    kernels._widest_head.cache_clear()
+    kernels.widest_head.cache_clear()
+    assert kernels.widest_head(CUDA) == 256
+    assert kernels.widest_head(CUDA) == 256
+    kernels.widest_head.cache_clear()
     assert len(warnings) == 1
     assert "another interface" in warnings[0]
 

@@ -12,10 +12,10 @@ from rollgrad.adapters.models.torch.layers.attention import ATTENTION, attention
 from rollgrad.adapters.models.torch.layers.padded import is_padded
 from rollgrad.adapters.models.torch.loading.compatibility import usable_positions
 from rollgrad.adapters.models.torch.loading.loading import (
-    _from_pretrained,
     load_causal_lm,
     load_critic,
     load_tokenizer,
+    loaded_from,
     resolve_dtype,
 )
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
@@ -77,7 +77,7 @@ def test_threads_load_one_after_another(tiny_model_dir: Path) -> None:
             return model
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: _from_pretrained(Slow, str(tiny_model_dir), "model"), range(8)))
+        list(pool.map(lambda _: loaded_from(Slow, str(tiny_model_dir), "model"), range(8)))
     assert most == [1]
     assert PreTrainedModel.tie_weights is ties
 

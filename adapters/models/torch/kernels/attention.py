@@ -61,7 +61,7 @@ builds an execution plan of tens of milliseconds for each new shape, and its gra
 
 def has_varlen(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Returns whether `varlen` computes heads of `width` numbers in that format on that device."""
-    return device.type == "cuda" and dtype in HALF and width <= _widest_head(device)
+    return device.type == "cuda" and dtype in HALF and width <= widest_head(device)
 
 
 def sdpa_on(query: Tensor) -> AbstractContextManager[None]:
@@ -82,10 +82,12 @@ def _choosing(backends: Sequence[SDPBackend]) -> Iterator[None]:
 
 
 @cache
-def _widest_head(device: torch.device) -> int:
-    """Returns the numbers in a head at most, of a GPU's FlashAttention, 0 where torch has none; the first call takes
-    the kernels of flash-attn-4 into use where that package is installed and has any for it. One that torch cannot take
-    leaves torch's own kernels in use."""
+def widest_head(device: torch.device) -> int:
+    """Returns the largest width of a head that a GPU's FlashAttention computes; 0 where torch has none.
+
+    The first call takes the kernels of flash-attn-4 into use, where that package is installed and has some for the GPU.
+    If torch cannot take them, its own kernels stay in use.
+    """
     widest, capability = WIDEST_HEAD, torch.cuda.get_device_capability(device)
     if capability in FASTER and _installed("flash-attn-4"):
         try:

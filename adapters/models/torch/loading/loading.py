@@ -84,12 +84,12 @@ def load_causal_lm(
     quantised = four_bits(dtype, device) if load_in_4bit else {}
     factory = _factory(name_or_path, flag, headless=headless, images=images)
     with LOADING, _frozen_as_built(), sharded_loading(None if load_in_4bit else shard):
-        model, info = _from_pretrained(factory, name_or_path, flag, dtype=dtype, output_loading_info=True, **quantised)
-    _require_weights(model, info["missing_keys"], name_or_path, flag, headless=headless)
+        model, info = loaded_from(factory, name_or_path, flag, dtype=dtype, output_loading_info=True, **quantised)
+    require_weights(model, info["missing_keys"], name_or_path, flag, headless=headless)
     model = model.to(device).eval()
     model.float32_head = float32_head
     if getattr(model.config, "image_token_id", None) is not None:
-        files = _processor_files(name_or_path)
+        files = processor_files(name_or_path)
         for part in (model, backbone(model)):  # the latter is what is saved of a model with another head
             setattr(part, PROCESSOR_FILES, files)
     finish_loading(model, name_or_path, flag)
@@ -174,7 +174,7 @@ def refuse_classifier(name_or_path: str, flag: str) -> None:
         )
 
 
-def _processor_files(name_or_path: str) -> dict[str, bytes]:
+def processor_files(name_or_path: str) -> dict[str, bytes]:
     """Returns the files of a model's processor, which a trained model needs as they are."""
     from transformers.utils import cached_file
 
@@ -183,8 +183,15 @@ def _processor_files(name_or_path: str) -> dict[str, bytes]:
     return {name: Path(path).read_bytes() for name, path in found.items() if path is not None}
 
 
-def _require_weights(model: Any, missing: Iterable[str], name_or_path: str, flag: str, *, headless: bool) -> None:
+def require_weights(model: Any, missing: Iterable[str], name_or_path: str, flag: str, *, headless: bool) -> None:
     """Refuses a model whose missing weights transformers would fill with random numbers.
+
+    Args:
+        model: the model.
+        missing: names of weights that its files lack.
+        name_or_path: directory or hub name of the model, which `flag` sets.
+        flag: setting that names it, for errors.
+        headless: whether it needs no output embedding.
 
     Raises:
         CheckpointError: the files lack weights.
@@ -283,7 +290,7 @@ def load_tokenizer(name_or_path: str, *, flag: str) -> Any:
     """
     from transformers import AutoTokenizer
 
-    return _from_pretrained(AutoTokenizer, name_or_path, flag)
+    return loaded_from(AutoTokenizer, name_or_path, flag)
 
 
 def load_model_config(name_or_path: str, *, flag: str) -> Any:
@@ -294,7 +301,7 @@ def load_model_config(name_or_path: str, *, flag: str) -> Any:
     """
     from transformers import AutoConfig
 
-    return _from_pretrained(AutoConfig, name_or_path, flag)
+    return loaded_from(AutoConfig, name_or_path, flag)
 
 
 def load_vocabulary_size(name_or_path: str) -> int:
@@ -341,7 +348,19 @@ CONFIG = "config.json"
 """File that each directory of a model has."""
 
 
-def _from_pretrained(factory: Any, name_or_path: str, flag: str, **kwargs: Any) -> Any:
+def loaded_from(factory: Any, name_or_path: str, flag: str, **kwargs: Any) -> Any:
+    """Returns what the `from_pretrained` of `factory` loads from a directory or the hub.
+
+    Args:
+        factory: a class of transformers or peft.
+        name_or_path: directory, or name on the hub.
+        flag: setting that names it, for errors.
+        kwargs: arguments of `from_pretrained`.
+
+    Raises:
+        CheckpointError: there is no such model, or it cannot be loaded.
+        ConfigurationError: it was loaded, and a check of rollgrad's refused it.
+    """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

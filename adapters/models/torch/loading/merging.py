@@ -20,10 +20,10 @@ from rollgrad.adapters.models.torch.layers.classifier import classifier_class
 from rollgrad.adapters.models.torch.layers.images import leaves_tower_out, model_factory
 from rollgrad.adapters.models.torch.loading.image_check import small_image
 from rollgrad.adapters.models.torch.loading.loading import (
-    _from_pretrained,
-    _processor_files,
-    _require_weights,
     default_device,
+    loaded_from,
+    processor_files,
+    require_weights,
 )
 from rollgrad.adapters.models.torch.loading.lora import as_named
 from rollgrad.adapters.models.torch.loading.quantised import four_bits
@@ -120,7 +120,7 @@ def merge_lora(
         written = Path(place_beside) / output.name
         save_pretrained(merged, tokenizer, written, flag="--output")
         del wrapped, loaded, merged
-        again = _from_pretrained(factory, str(written), "--output", dtype="auto")
+        again = loaded_from(factory, str(written), "--output", dtype="auto")
         after = _scores(again.to(default_device()).eval(), inputs, reward_model=reward_model)
         difference = _mean_difference(before, after)
         if not difference <= bound:  # NaN too
@@ -173,7 +173,7 @@ def _adapter_config(adapter: str) -> Any:
         found = [place for place in of_run if (place / "adapter_config.json").is_file()]
         hint = found[0] if found else "the directory of adapters, such as RUN/model/adapter"
         raise CheckpointError(f"--adapter is {adapter!r}, which holds no adapter_config.json: name {hint}.")
-    config = _from_pretrained(peft.PeftConfig, adapter, "--adapter")
+    config = loaded_from(peft.PeftConfig, adapter, "--adapter")
     if config.peft_type != peft.PeftType.LORA:
         raise ConfigurationError(f"--adapter is {adapter!r}, of the kind {config.peft_type}: only LoRA can be merged.")
     return config
@@ -192,7 +192,7 @@ def _tokenizer_place(adapter: str, base: str) -> str:
 def _tokenizer(place: str) -> Any:
     from transformers import AutoTokenizer
 
-    return _from_pretrained(AutoTokenizer, place, "--model")
+    return loaded_from(AutoTokenizer, place, "--model")
 
 
 def _factory(name_or_path: str, flag: str, adapter: str, *, reward_model: bool) -> Any:
@@ -201,7 +201,7 @@ def _factory(name_or_path: str, flag: str, adapter: str, *, reward_model: bool) 
     import peft
     from transformers import AutoConfig
 
-    config = _from_pretrained(AutoConfig, name_or_path, flag)
+    config = loaded_from(AutoConfig, name_or_path, flag)
     if reward_model:
         return classifier_class(config)
     if not leaves_tower_out(config):
@@ -222,13 +222,13 @@ def _base_model(factory: Any, base: str, config: Any, *, load_in_4bit: bool, rew
     if load_in_4bit:
         from transformers import AutoConfig
 
-        own = _from_pretrained(AutoConfig, base, "--model").dtype or torch.float32
+        own = loaded_from(AutoConfig, base, "--model").dtype or torch.float32
         options |= four_bits(own, device)
-    model, info = _from_pretrained(factory, base, "--model", dtype="auto", output_loading_info=True, **options)
-    setattr(model, PROCESSOR_FILES, _processor_files(base) if sees_images(base) else {})
+    model, info = loaded_from(factory, base, "--model", dtype="auto", output_loading_info=True, **options)
+    setattr(model, PROCESSOR_FILES, processor_files(base) if sees_images(base) else {})
     brought = tuple(config.modules_to_save or ())
     missing = [name for name in info["missing_keys"] if not any(part in name.split(".") for part in brought)]
-    _require_weights(model, missing, base, "--model", headless=False)
+    require_weights(model, missing, base, "--model", headless=False)
     dequantised = getattr(model, "hf_quantizer", None) is not None
     if dequantised:
         with foreign_code(lambda words: CheckpointError(f"--model is {base!r}, which cannot be dequantised: {words}")):

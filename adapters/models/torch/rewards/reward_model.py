@@ -23,7 +23,7 @@ from rollgrad.adapters.models.torch.layers.padded import use_exact_attention
 from rollgrad.adapters.models.torch.layers.sequence_parallel import sequence_group
 from rollgrad.adapters.models.torch.loading.compatibility import usable_positions
 from rollgrad.adapters.models.torch.loading.image_check import Renderer, check_images, small_image
-from rollgrad.adapters.models.torch.loading.loading import _from_pretrained, load_critic, load_tokenizer
+from rollgrad.adapters.models.torch.loading.loading import load_critic, load_tokenizer, loaded_from
 from rollgrad.adapters.models.torch.loading.weight_shards import Shard, make_whole, sharded_loading, whole_layers
 from rollgrad.adapters.models.torch.rewards.reward_text import (
     EncodedText,
@@ -138,7 +138,7 @@ class RewardModel:
         from transformers import AutoConfig
 
         of_model: dict[str, Any] = {"dtype": dtype, "device": device, "flag": flag, "shard": shard}
-        if is_vision_language(_from_pretrained(AutoConfig, name_or_path, flag)):
+        if is_vision_language(loaded_from(AutoConfig, name_or_path, flag)):
             model, head = _load_seeing(name_or_path, images, **of_model)
         else:
             model, head = _load_classifier(name_or_path, **of_model), None
@@ -248,7 +248,7 @@ def _load_classifier(
         keep_freed_memory()
     try:
         with sharded_loading(shard):
-            model, info = _from_pretrained(
+            model, info = loaded_from(
                 AutoModelForSequenceClassification,
                 name_or_path,
                 flag,
