@@ -127,7 +127,7 @@ def inspect(run: Path, series: Mapping[str, Series] | None = None) -> Inspection
 
 
 def _shown(series: Mapping[str, Series]) -> list[str]:
-    """Returns `SHOWN`, with the mean reward of evaluations behind the share that passes where the two differ."""
+    """Returns `SHOWN`, with the mean reward of evaluations after the share that passes where the two differ."""
     means = [name for name in series if name.startswith(EVAL_MEAN) and series[name] != series.get(PASSED)]
     return [shown for name in SHOWN for shown in ([name, *means] if name == PASSED else [name])]
 

@@ -265,7 +265,7 @@ def _select(run: LoopRun, here: Path, *, trained: bool) -> dict[str, float]:
 def _examples(
     run: LoopRun, replies: Iterable[Judged], rows: Mapping[tuple[int, int], Row], suffix: str | None
 ) -> tuple[list[Row], "Counter[str]"]:
-    """Returns the rows that are learned from, and what was left out; `suffix` stood behind the prompts."""
+    """Returns the rows that are learned from, and what was left out; `suffix` stood after the prompts."""
 
     def row_of(reply: Judged) -> Row:
         return rows[reply.row, reply.sample]

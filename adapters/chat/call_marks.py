@@ -31,7 +31,7 @@ class CallMarks:
         self._quoted = False
 
     def feed(self, text: str) -> str:
-        """Returns what is certain of the reply with `text` behind it."""
+        """Returns what is certain of the reply with `text` after it."""
         self._text += text
         parts = []
         while (part := self._next()) is not None:

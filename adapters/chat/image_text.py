@@ -43,7 +43,7 @@ class ImageText:
 def known_images(
     renderer: ImageRenderer, tokens: Sequence[int], files: Sequence[bytes], places: Sequence[tuple[int, int]]
 ) -> PlacedImages:
-    """Returns images that stand among tokens, each at its own of `places` (first token, and the one behind the last).
+    """Returns images that stand among tokens, each at its own of `places` (first token, and the one after the last).
 
     Raises:
         ImageError: an image cannot be read, or has other tokens than stand in its place.

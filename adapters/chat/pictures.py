@@ -124,8 +124,8 @@ class ImageRenderer:
 
 
 def placed_tokens(borders: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the tokens, from the first to behind the last, of each span of characters; `borders` are the characters
-    of each token."""
+    """Returns the tokens (the first, and the one after the last) of each span of characters; `borders` are the
+    characters of each token."""
     starts, stops = [start for start, _ in borders], [stop for _, stop in borders]
     return [(bisect_left(starts, first), bisect_left(stops, last) + 1) for first, last in spans]
 

@@ -37,7 +37,7 @@ class TextEncoder:
 
     def locate(self, guarded: Guarded, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Returns the tokens of `text`, which the template wrote of `guarded`, and the characters of each from the
-        first to the one behind the last. The ids are those of `render`; all tokens of a placeholder have the whole of
+        first to the one after the last. The ids are those of `render`; all tokens of a placeholder have the whole of
         it.
 
         Raises:

@@ -162,7 +162,7 @@ class TrainingText:
         Args:
             messages: the conversation.
             tools: schemas of the tools that the model is told of.
-            ends: characters of the last message up to behind each step.
+            ends: characters of the last message up to the end of each step.
             labels: one for each step.
 
         Raises:
@@ -231,7 +231,7 @@ class TrainingText:
             if text.startswith(prompt):
                 return len(prompt)
             anomalies.add(Anomaly.OTHER_PROMPT)
-            # The reply begins behind the last mark or line that both have: `<think>` and `<tool_call>` share letters.
+            # The reply begins after the last mark or line that both have: `<think>` and `<tool_call>` share letters.
             shared = common_prefix(prompt, text)
             marks = [match.end() for match in self._special.finditer(text, 0, shared)]
             return max([text.rfind("\n", 0, shared) + 1, *marks])
@@ -255,7 +255,7 @@ class TrainingText:
         return text + following, len(text + following)
 
     def _following(self, guarded: Guarded, index: int, text: str) -> str:
-        """The control token that the template writes directly behind reply `index`; empty without one."""
+        """The control token that the template writes directly after reply `index`; empty without one."""
         following = guarded.messages[index + 1 : index + 2]
         if following:
             whole = self._codec.apply(guarded, index + 2, generation_prompt=False)

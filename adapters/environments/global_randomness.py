@@ -20,7 +20,7 @@ State = tuple[Any, Any]
 
 @frozen(eq=False)
 class _Turn:
-    """The time of one game: until when it may last at most, and the state that is restored behind it."""
+    """The time of one game: until when it may last at most, and the state that is restored after it."""
 
     until: float
     outside: State

@@ -363,7 +363,7 @@ def _is_strict(tool: Any) -> bool:
 
 
 def _role(session: RecordedSession, keys: Sequence[str]) -> str:
-    """Returns the role that a client names behind its session's key; empty without one."""
+    """Returns the role that a client names after its session's key; empty without one."""
     for key in keys:
         own, colon, role = key.partition(":")
         if colon and own == session.key:

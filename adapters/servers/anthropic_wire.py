@@ -230,7 +230,7 @@ class _Blocks:
 
 
 def _plain_text(document: Mapping[str, Any]) -> str | None:
-    """Returns the text of a document, with its title and context before it and an empty line behind it; None for one
+    """Returns the text of a document, with its title and context before it and an empty line after it; None for one
     of another kind."""
     source = document.get("source")
     if not isinstance(source, dict) or source.get("type") != "text" or not isinstance(source.get("data"), str):

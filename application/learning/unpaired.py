@@ -27,7 +27,7 @@ from rollgrad.domain.ports.score_store import ScoreStore
 log = structlog.get_logger(__name__)
 
 Places = tuple[int, int]
-"""Places of two labels: of the prompt, and of the completion put behind it."""
+"""Places of two labels: of the prompt, and of the completion put after it."""
 
 
 class PromptedLabels(ExampleSource[Label], Protocol):
@@ -107,7 +107,7 @@ def mismatched_references(
 
 
 def _places(places: Sequence[int], prompts: Sequence[bytes]) -> list[Places]:
-    """Returns the places of each prompt of a step and of the completion put behind it."""
+    """Returns the places of each prompt of a step and of the completion put after it."""
     return [(place, places[other]) for place, other in zip(places, mismatches(prompts), strict=True)]
 
 

@@ -208,7 +208,7 @@ class RLLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the weights of the terms and the running moments of rewards, JSON-serialisable; the rollouts of all
-        updates behind this state are kept by then."""
+        updates before this state are kept by then."""
         if self._trajectories is not None:
             self._trajectories.flush()
         return {

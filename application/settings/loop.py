@@ -156,7 +156,7 @@ class CSFTRun(LoopRun):
 
 
 def target_suffix(run: LoopRun) -> str | None:
-    """Returns the text behind the prompts of a model that was trained on condition of the reward; None of others."""
+    """Returns the text after the prompts of a model that was trained on condition of the reward; None of others."""
     return run.loop.suffix.format(reward=run.loop.target) if isinstance(run, CSFTRun) else None
 
 

@@ -157,7 +157,7 @@ def pack_labels(labels: Sequence[Label]) -> ExampleBatch:
 
 
 def mismatches(prompts: Sequence[Hashable]) -> list[int]:
-    """Returns for each reply of an optimizer step, by its prompt, the place of the reply whose completion is put behind
+    """Returns for each reply of an optimizer step, by its prompt, the place of the reply whose completion is put after
     that prompt: the one before it (the last, for the first), as in TRL.
 
     Where some prompt would get a completion of its own that way, replies to one prompt are laid side by side, and the

@@ -94,7 +94,7 @@ episode has room for, such as a file of a gigabyte, would hold up all others."""
 @frozen(kw_only=True)
 class ToolResult:
     """Answer of a tool. `images` (paths, data URIs or bytes of files) stand in the places of IMAGE_MARK in the content,
-    behind it where it has another number of marks; a model that sees none reads the content alone. `terminates`: it
+    after it where it has another number of marks; a model that sees none reads the content alone. `terminates`: it
     ends the episode."""
 
     content: str
@@ -115,7 +115,7 @@ def assistant_message(content: str, *, reasoning: str = "", tool_calls: Sequence
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
-    """Returns a conversation behind the system message `system`, if that is given and it has none of its own."""
+    """Returns a conversation after the system message `system`, if that is given and it has none of its own."""
     if system is None or (messages and messages[0]["role"] == "system"):
         return messages
     return [{"role": "system", "content": system}, *messages]

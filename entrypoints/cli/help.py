@@ -38,7 +38,7 @@ PLACES: Mapping[str, str] = {
     "ui": "[DIR] ",
     "eval": "[MODEL ...] ",
 }
-"""Words that a command takes without a flag, with a space behind them."""
+"""Words that a command takes without a flag, with a space after them."""
 
 OF_EXAMPLES = ("train sft", "train dpo", "train kto", "train kd", "train rm", "train prm", "data show")
 

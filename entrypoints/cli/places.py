@@ -5,7 +5,7 @@ from typing import Any
 
 
 def take_places(words: Sequence[str], kinds: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns the words that belong to no flag, in front of flags or behind them, and the others. `kinds` are the types
+    """Returns the words that belong to no flag, in front of flags or after them, and the others. `kinds` are the types
     of the flags; one of a boolean has a value only where that is True or False.
 
     >>> take_places(["--json", "runs/first"], {"json": bool}), take_places(["a", "--port", "0", "b"], {"port": int})

@@ -256,7 +256,7 @@ class PromptBuilder:
         return placed if self._fetched is None else self._fetched.local(placed)
 
     def _with_suffix(self, messages: list[Message], datasource: str) -> list[Message]:
-        """Puts data.prompt_suffix behind the text of the last user message."""
+        """Puts data.prompt_suffix after the text of the last user message."""
         if self.data.prompt_suffix is None:
             return messages
         last = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=None)

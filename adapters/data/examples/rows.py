@@ -88,7 +88,7 @@ class Pretokenised:
     weights: tuple[float, ...]
     images: tuple[Any, ...] = ()
     places: tuple[tuple[int, int], ...] = ()
-    """Tokens of each image, from the first to behind the last."""
+    """Tokens of each image: the first, and the one after the last."""
     reply: int = 0
     """Place of the first token of the reply."""
     says: str | None = None
@@ -115,8 +115,8 @@ class Labelled:
 
 @frozen(kw_only=True)
 class Steps:
-    """A solution whose steps are judged: `ends` are the characters of its text, from its beginning to behind each step
-    that has a label, and `labels` the probabilities that these steps are right."""
+    """A solution whose steps are judged: `ends` are the characters of its text, from its beginning to the end of each
+    step that has a label, and `labels` the probabilities that these steps are right."""
 
     solution: Conversation | PlainText
     ends: tuple[int, ...]

@@ -18,8 +18,8 @@ WORDS = {"true": 1.0, "+": 1.0, "false": 0.0, "-": 0.0}
 
 @frozen
 class LabelledText:
-    """A `text` with the characters `ends` behind the steps that have `labels`; `prompt` is None where the text
-    has it."""
+    """A `text` with the numbers of characters, `ends`, up to the end of each step that has one of `labels`; `prompt` is
+    None where the text has it."""
 
     prompt: str | None
     text: str

@@ -73,7 +73,7 @@ class AtActions:
 @frozen
 class SentImages:
     """Images of a batch: `tensors` of each, by its digest; `places`, for each sequence, has the digest, the first token
-    and the one behind the last of each of its images."""
+    and the one after the last of each of its images."""
 
     tensors: dict[str, dict[str, Array]]
     places: list[list[tuple[str, int, int]]]
@@ -308,8 +308,8 @@ def merged(passes: Passes[Any], results: Sequence[Mapping[str, Array]]) -> dict[
 
 
 def _action_stretches(runs: Sequence[tuple[int, int]], mask_N: Array, changes: Array) -> list[tuple[int, int]]:
-    """Returns the stretches of action tokens within runs of tokens, each from its first token to behind its last.
-    `changes` are the places at which the mask of actions differs from the place before."""
+    """Returns the stretches of action tokens within runs of tokens, each with its first token and the one after its
+    last. `changes` are the places at which the mask of actions differs from the place before."""
     places = np.searchsorted(changes, np.array(runs).reshape(-1, 2)).tolist()
     return [
         (begin, end)

@@ -153,7 +153,7 @@ class AgentRuntime:
                 yield {"role": "assistant", "content": NO_ANSWER}, False
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Returns the messages behind the environment's own system prompt."""
+        """Returns the messages after the environment's own system prompt."""
         texts, rest = [self.environment.system_prompt], list(messages)
         if rest and rest[0]["role"] == "system":
             texts.append(str(rest.pop(0)["content"]))

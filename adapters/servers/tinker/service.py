@@ -315,7 +315,7 @@ class TinkerService:
         failed: Callable[[], None] | None = None,
     ) -> str:
         """Starts a run's work when its turn comes; returns the request's id. If the work fails or is cancelled,
-        `failed` is called on the thread of all training, behind it and before that of the next request."""
+        `failed` is called on the thread of all training, after it and before that of the next request."""
         run = self._run(run_id)
         if not sequence or sequence < 0:  # it would have the id of another request, and that one's answer
             raise _unnumbered("of a training run, from 1")

@@ -48,7 +48,7 @@ def sees_images_in_windows(model: Any) -> bool:
 
 
 def image_runs(model: Any, layout: Layout) -> Iterator[tuple[Node, int, int]]:
-    """Yields each run of neighbouring tokens of a layout that stand for an image, from the first to behind the last,
+    """Yields each run of neighbouring tokens of a layout that stand for an image, the first and the one after the last,
     and the node that it is in."""
     token = backbone(model).config.image_token_id
     for placed in layout.images:

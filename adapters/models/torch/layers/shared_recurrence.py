@@ -113,7 +113,7 @@ class SharedRecurrence(Recurrence):
             needed = seen_M.index_fill(0, tokens, False).nonzero()[:, 0]
             needed_P.append(needed[owner_M[needed].argsort(stable=True)])
         own, needed = self._tokens_P[self._rank], needed_P[self._rank]
-        place_M = torch.full((none + 1,), len(own) + len(needed))  # behind all are zeros
+        place_M = torch.full((none + 1,), len(own) + len(needed))  # after all are zeros
         place_M[own] = torch.arange(len(own))
         sent_P = [place_M[each[owner_M[each] == self._rank]] for each in needed_P]
         place_M[needed] = len(own) + torch.arange(len(needed))

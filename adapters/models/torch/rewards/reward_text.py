@@ -1,4 +1,4 @@
-"""Texts as a reward model reads them: their tokens behind the one that begins a sequence, as far as they fit.
+"""Texts as a reward model reads them: their tokens after the one that begins a sequence, as far as they fit.
 
 Nothing is added after a text: a truncated reply ends where it was truncated, a finished one with its end-of-turn token.
 Does not own: scores (`reward_model.py`).
@@ -35,7 +35,7 @@ def ended(text: str, tokenizer: Any) -> str:
 
 
 def begun(tokens: Sequence[int], images: PlacedImages, tokenizer: Any, max_length: int) -> EncodedText:
-    """Returns the tokens of a text behind the beginning-of-sequence token that its tokenizer puts there, at most
+    """Returns the tokens of a text after the beginning-of-sequence token that its tokenizer puts there, at most
     `max_length`."""
     bos = tokenizer.bos_token_id
     if needs_bos(tokens, tokenizer):

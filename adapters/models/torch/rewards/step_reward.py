@@ -1,6 +1,6 @@
 """A process reward model: the probability that each step of a reply is right, from what the model says after it.
 
-Invariant: a step is judged as it was trained: its text and the separator stand behind the prompt and the steps before
+Invariant: a step is judged as it was trained: its text and the separator stand after the prompt and the steps before
 it, and the model compares its two reward tokens at the last token. Does not own: training.
 """
 
@@ -121,7 +121,7 @@ class StepRewardModel:
             tokens, starts = [self._tokenizer.bos_token_id, *tokens], [0, *starts]
         cut = max(0, len(tokens) - self._positions)
         places = [bisect_left(starts, end) - 1 - cut for end in ends]
-        # A step is judged behind something that was read.
+        # A step is judged after something that was read.
         return _Steps(tokens=tokens[cut:], places=[place for place in places if place > 0], truncated=cut > 0)
 
     def _before(self, reply: RewardInput) -> str:
