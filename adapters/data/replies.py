@@ -46,7 +46,7 @@ OPTIONAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "metadata": ("an object", lambda value: isinstance(value, dict)),
     FAILURE: ("a text", lambda value: isinstance(value, str)),
 }
-"""Parts of a row that one of other origin may lack, what each is, and whether a value is that."""
+"""Fields that a row of another origin may lack: the kind of each in words, and a function that checks a value."""
 
 
 def reply_row(reply: Reply, *, model: str, logprobs: bool, images: KeptImages | None = None) -> Row:

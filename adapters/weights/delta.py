@@ -1,9 +1,9 @@
 """Transfers of the weights that have changed since the last one.
 
 In bfloat16 an optimizer step at the learning rates of reinforcement learning leaves most weights as they were, because
-it changes them by less than their rounding. The sender keeps a copy of what it has sent, compares bits, and sends of
-each tensor the positions and the values of what differs, or the tensor itself where that is shorter. An engine that
-has what was sent before has afterwards, bit for bit, what it would have of a transfer of all weights.
+it changes them by less than their rounding. The sender keeps a copy of what it has sent, and compares bits. Of each
+tensor it sends the positions and values of the elements that differ, or the whole tensor where that is shorter. An
+engine that has the earlier transfers then has, bit for bit, the same weights as after a transfer of all of them.
 Invariants: every transfer has a key. One of changes names the key of the transfer that it builds on, which all of its
 engines have taken as their last; engines refuse it otherwise, and the next transfer brings all weights. Does not own:
 how engines change their weights (`adapters.engines.vllm.layer_changes`).

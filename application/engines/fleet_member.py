@@ -173,8 +173,9 @@ class Listener:
         return len(self._told)
 
     def rest(self, request: GenerationRequest) -> GenerationRequest:
-        """Returns what the next attempt is to sample of `request`: what follows the tokens that were told, unless they,
-        or what they mean for what follows (a form, a text that ends the reply), are not known in full."""
+        """Returns the request of the next attempt. It continues after the tokens that were told, if these are known in
+        full and nothing after them depends on earlier ones (a form, a text that ends the reply); otherwise it begins
+        again."""
         params = request.params
         known = len(self._samples) == self.told and not self._whole and self.told < params.max_new_tokens
         depends = params.grammar is not None or params.stop_strings or params.top_logprobs

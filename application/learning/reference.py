@@ -87,8 +87,7 @@ def check_start(
     shares: int = 1,
     otherwise: str = "the loss would not begin at log 2",
 ) -> None:
-    """Checks that a policy that has not been trained gives what its reference gives, so that the loss of DPO begins at
-    log 2.
+    """Checks that an untrained policy has the log-probs of its reference, so that the loss of DPO begins at log 2.
 
     Args:
         policy: scores the examples.

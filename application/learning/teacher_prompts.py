@@ -31,17 +31,17 @@ def told_by_rows(groups: Sequence[RolloutGroup]) -> TeacherPrompts | None:
 
 @frozen(kw_only=True)
 class ToldOfReplies:
-    """Tells the teacher of each rollout another one of its group that passed, the first by sample id, and, of one that
-    did not pass, what the reward said of it (SDPO, Huebotter et al. 2026, arXiv:2601.20802).
-
-    `tell`: what the teacher of a prompt reads that is told a reply that passed and feedback, None where one is not
-    known; None where it teaches nothing then. `decode`: the text of sampled tokens. `pass_threshold`: score from which
-    a rollout passes.
-    """
+    """Tells the teacher of each rollout another one of its group that passed, the first by sample id. Where the rollout
+    itself did not pass, the teacher is also told what the reward said of it (SDPO, Huebotter et al. 2026,
+    arXiv:2601.20802)."""
 
     tell: Callable[[Prompt, str | None, str | None], tuple[int, ...] | None]
+    """Function from a prompt, a reply that passed and feedback (each None if not known) to what the teacher reads; None
+    if the teacher then teaches nothing."""
     decode: Callable[[Sequence[int]], str]
+    """Function from sampled tokens to their text."""
     pass_threshold: float
+    """Score from which a rollout passes."""
 
     def __call__(self, groups: Sequence[RolloutGroup]) -> TeacherPrompts:
         """Returns what the teacher reads of each rollout that is taught."""

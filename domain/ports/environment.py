@@ -52,8 +52,8 @@ class StepResult:
     feedback: str | None = None
     """In the last step: what there is to say of it, as in a `Reward`."""
     state: str | None = None
-    """A text that names the state in which the next action is chosen, for estimators that compare the actions of a
-    group that were chosen in the same state. None is what the model is told before it, the observation."""
+    """Name of the state in which the next action is chosen, for estimators that compare actions of a group in equal
+    states. With None the observation before the action names it."""
 
 
 @runtime_checkable

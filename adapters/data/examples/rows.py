@@ -52,7 +52,7 @@ def broken(sentence: str) -> RowError:
 
 
 def overlong_row(place: str, sentence: str) -> DataError:
-    """The error that ends a run at a row that is too long, where that is an error."""
+    """Returns the error that ends a run at a row that is too long."""
     return DataError(
         f"{place}: {sentence} Raise --data.max_tokens, or let such rows be dropped or cut (--data.overlong drop or "
         "cut)."

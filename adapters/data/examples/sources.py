@@ -284,7 +284,7 @@ def open_sources(
         seed: seed of these draws.
         max_samples: keeps the first rows, with `evenly` as many of each set as of the others; None keeps all.
         settings: how rows are read.
-        cache_dir: where it is kept which rows make pairs, where all have to be read for that; None keeps nothing.
+        cache_dir: keeps which rows make pairs, if all rows have to be read to find them; None keeps nothing.
 
     Raises:
         DataError: a set cannot be read, or its format cannot be told.

@@ -3,8 +3,8 @@ wants it.
 
 vLLM's layers hold what their kernels read, which may be repacked weights. Its own reloading (`model_loader.reload`)
 gives a layer the tensors of a checkpoint again, repacks them when all have come, and copies the result to where the
-kernels expect it. This does the same, with two differences: what a plan knows (`loading_plan.py`) is copied from where
-it lies, once, and layers that nothing repacks are written where they are.
+kernels expect it. This does the same, with two differences: tensors that a plan knows (`loading_plan.py`) are copied
+once, straight from where they lie, and layers that nothing repacks are written in place.
 Invariants: each element that this worker holds is written by one copy; no tensor of the trainer is put together, but
 for those without a plan, which take vLLM's own way.
 Does not own: where the runs come from, nor whether the engine may serve (`engine.py`): a transfer that broke off leaves
@@ -133,8 +133,8 @@ class LayerLoading:
         self._open = {}
 
     def _take_whole(self, memory: Tensor, pieces: list[Piece]) -> set[str] | None:
-        """Loads the tensors that pieces complete by vLLM's own loaders, which do not count what they write where
-        kernels read."""
+        """Loads, by vLLM's own loaders, the tensors that pieces complete. Writes of these loaders to the memory that
+        kernels read are counted here, because vLLM does not count them."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         with _CopyCounter([layer for layer, in_place in self._open.items() if in_place]) as counter:

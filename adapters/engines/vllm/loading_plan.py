@@ -147,8 +147,8 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield name, tensor
 
     def result(self, loaded: Iterable[str] | None) -> dict[str, Loading] | None:
-        """Returns the notes of each tensor; None if loaders did something else, or say that they have loaded what they
-        did not copy to, which then nobody can tell from which tensor."""
+        """Returns the notes of each tensor; None if loaders did something else, or claim to have loaded parameters that
+        they did not copy to: nobody could tell from which tensor these come."""
         copied = set().union(*self._loaded.values())
         claimed = set(loaded or ()) - copied
         if not self._clear or (claimed and (len(self._stand_ins) > 1 or not copied)) or self._any_kept():

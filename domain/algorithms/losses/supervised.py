@@ -59,9 +59,9 @@ class SupervisedObjective:
     bytes_V: Tensor | None = field(default=None, eq=False, repr=False)
 
     def __call__(self, scores: TokenScores, batch: PackedBatch) -> LossOutput:
-        """Returns the micro-batch's share, and the metrics `nll` (nats a token), `entropy`, `accuracy` (share of
-        tokens that are the most likely ones) where the scores have it, and with `bytes_V` `bits_per_byte` of the text
-        that is trained, whatever its rows weigh.
+        """Returns the micro-batch's share. Metrics are `nll` (nats a token), `entropy`, `accuracy` (share of tokens
+        that are the most likely ones) if the scores have it, and with `bytes_V` the `bits_per_byte` of the trained
+        text, which ignores the weights of rows.
 
         Raises:
             ValueError: the batch has no `loss_weights_N`, or the scores none of what smoothing reads.

@@ -240,8 +240,8 @@ def foreign_code() -> Iterator[None]:
 
 
 def _is_own(error: Exception) -> bool:
-    """Returns whether the code that raised an error, or called what raised it in torch, is rollgrad's beside this
-    module and that of `logit_form`, which read what models return."""
+    """Returns whether rollgrad's own code raised an error, or called torch, which raised it. This module and that of
+    `logit_form` do not count: they read what a model returns, so that the error may be the model's."""
     modules: list[str] = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = [name for name in modules if name.partition(".")[0] != "torch"][-1]
     return last.startswith("rollgrad.") and last not in (__name__, logit_form.__module__)

@@ -82,12 +82,11 @@ def measured_passes(
         name: hub name or directory; its settings alone are read.
         dtype: number format.
         device: where the model would compute.
-        longest: tokens of the longest sequence, by which memory grows faster than by the token where a model is
-            computed padded.
+        longest: tokens of the longest sequence. The memory of a model that is computed padded grows with it, too.
         prompt: tokens of the longest prompt, of which an engine computes many; None measures no passes over prompts.
         checkpointing: which activations training recomputes.
-        offloads: whether it keeps inputs of layers in the machine's memory, which counts where that is the device's.
-        judges: whether it is a reward model, which is not trained and has texts side by side (`reward_model.py`).
+        offloads: whether training keeps inputs of layers in the machine's memory; they count if that is the device's
+        own. judges: whether it is a reward model, which is not trained and has texts side by side (`reward_model.py`).
     """
     from transformers import AutoConfig
 
