@@ -12,8 +12,8 @@ from rollgrad.domain.ports.agent_program import AgentProgram, AgentResult, Agent
 
 
 class FunctionAgent(AgentProgram):
-    """Calls `function(task)`; a blocking one runs in a thread of its own, asynchronous ones share an event loop of
-    their own, so that one that blocks all the same holds up the others, but not the server that it asks.
+    """Calls `function(task)`. A blocking function runs in a thread of its own. Asynchronous functions share an event
+    loop of their own: one that blocks all the same holds up the others, but not the server that it asks.
 
     It returns its answer (a text), its reward (a number), a mapping with `answer`, `reward`, `rewards` (of each role)
     and `metrics`, or None: then the last reply is the answer. A function that blocks keeps its thread until it returns,

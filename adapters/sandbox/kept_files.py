@@ -1,8 +1,8 @@
 """Files of a run as one value, which the program of the next run lays down again.
 
-Both are done by the program that isolates the code, with the rights of the code and while none of it runs, so a model
-reaches nothing by what it leaves (links, odd modes). Every import takes time in each run. Does not own: where the value
-is kept.
+Both are done by the program that isolates the code, with the rights of the code and while none of it runs, so that the
+files that a model leaves (links, odd modes) give it access to nothing. Every import takes time in each run. Does not
+own: where the value is kept.
 """
 
 from __future__ import annotations

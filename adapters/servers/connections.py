@@ -24,7 +24,8 @@ IDLE_SECONDS = 75
 BODY_SECONDS = 120.0
 """Longest time from a header's end to the body's: 16 MB at a slow line's 140 KB/s."""
 UNREAD_SECONDS = 120.0
-"""Longest time that a client may take none of an answer that waits for it, as one that is gone without a word does."""
+"""Longest time in which a client may read nothing of an answer that waits for it. A client that vanished reads nothing
+any more."""
 DISCARD_SECONDS = 0.1
 """Seconds between two reads of a refused body, which makes 2.5 MB a second."""
 MOST_CONNECTIONS = 4096

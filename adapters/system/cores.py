@@ -7,8 +7,8 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Returns how many cores this process may use at a time: those of the machine that it may run on, or as many as its
-    container has the time of, where that is less, but at least one.
+    """Returns how many cores this process may use at a time: the machine's cores on which it may run, or, if that is
+    less, the number of cores whose time its container gets; at least one.
 
     More threads than that are stopped together for most of each tenth of a second
     (https://docs.kernel.org/scheduler/sched-bwc.html).

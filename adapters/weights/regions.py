@@ -1,8 +1,8 @@
 """Strided parts of tensors, and what a run of a tensor's elements has of them.
 
 A tensor arrives run by run (`shared_buckets`), and a receiver wants a part of it: the rows of its share, or of each row
-a half. `parts_within` divides a copy from such a part by runs, so that a run is read where it lies, as far as it is
-wanted, and no tensor is ever put together. Does not own: which parts a receiver wants.
+a half. `parts_within` divides a copy from such a part by runs. So the wanted elements of a run are read where they lie,
+and no tensor is ever put together. Does not own: which parts a receiver wants.
 """
 
 from collections.abc import Iterator, Sequence

@@ -250,7 +250,7 @@ class RecordedSession:
         self, request: ChatRequest, *, origin: "Origin | None" = None, on_piece: OnPiece | None = None
     ) -> ChatReply:
         """Answers a request and records the reply. A retry gets the reply of the request that it repeats, even while
-        that is being sampled (then without pieces), for which it is completed even if the caller is cancelled. A failed
+        that is being sampled (then without pieces). So a reply is completed even if its caller is cancelled. A failed
         reply is sampled again, and counts as no turn.
 
         Raises:

@@ -1,5 +1,5 @@
-"""Tells when the ratio of a policy loss is 1 at every token, so that settings of it do nothing, and when a loss would
-need one that it has not.
+"""Tells when the ratio of a policy loss is 1 at every token, so that settings of the ratio do nothing, and when a loss
+without a ratio would need one.
 
 A rollout's only optimizer step starts from the policy that the ratio divides by (`algo.old_logprobs` recompute). The
 losses are then the plain policy gradient, which is right, but not what someone expects who chose a loss for its ratio.

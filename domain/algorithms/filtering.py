@@ -18,8 +18,8 @@ class GroupFilter:
     """Conditions that a group must meet to be trained on."""
 
     score_spread: bool = False
-    """Its scores differ, so that it is neither all right nor all wrong, whatever numbers say so (DAPO, Yu et al. 2025,
-    eq. 11)."""
+    """Its scores differ: its samples are neither all right nor all wrong, whatever scores mean right and wrong (DAPO,
+    Yu et al. 2025, eq. 11)."""
     pass_threshold: float = 1.0
     """Score from which a reply is right; it only names the reason of a rejection."""
     score_range: tuple[float, float] | None = None

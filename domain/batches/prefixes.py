@@ -20,8 +20,8 @@ TOKEN_BYTES = 8
 @frozen
 class SharedPrefixes:
     """`order`: all sequences of a batch, those of a group together (groups in order of first appearance) and in the
-    order of their tokens. `shared`: for each of them, in that order, how many first tokens it has in common with the
-    one before it; 0 for the first of a group."""
+    order of their tokens. `shared`: for each of them, in that order, the number of first tokens that it shares with the
+    sequence before it; 0 for the first of a group."""
 
     order: list[int]
     shared: list[int]

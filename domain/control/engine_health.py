@@ -270,7 +270,8 @@ class LeastLoaded:
 
     def acquire(self, preferred: int | None = None, *, near: bool = False) -> int | None:
         """Gives a request to an available engine with the fewest, `preferred` among equals; returns it, None without
-        any. `near`: `preferred` has what the request continues, so it gets it also if it has a few more."""
+        any. `near`: `preferred` has computed the beginning of the request, and so gets it even if it has a few requests
+        more."""
         if not self._offers:
             return None
         while self._least not in self._on_offer:

@@ -1,7 +1,7 @@
 """Sign that held-out results get worse: what is compared of evaluations, and what is said of it. Pure.
 
-Evaluations play the same prompts each time, so that the standard errors of their means, which count the prompts' own
-differences, say more than what chance does between two of them.
+Evaluations play the same prompts each time. The standard errors of their means include how prompts differ, and so are
+larger than the effect of chance between two evaluations.
 """
 
 import math

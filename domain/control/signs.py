@@ -34,8 +34,9 @@ FAILED_SHARE = 0.02
 """Share of failed episodes that a flaky service does not explain, three rollouts in a row."""
 
 DUPLICATE_SHARE, PASSED_SHARE = 0.8, 0.5
-"""Share of replies that equal an earlier one of their group from which on samples tell nothing, unless the second share
-of groups have solved their prompts, to which there may be one right reply."""
+"""The first is the share of replies that equal an earlier one of their group from which on samples tell nothing. The
+second is the share of groups that have solved their prompts from which on that is no sign: a prompt may have one right
+reply."""
 
 CLIPPED_SHARE = 0.3
 """Share of tokens whose ratio is clipped from which on the updates are too large; usual are 0 to 0.2."""

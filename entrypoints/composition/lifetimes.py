@@ -16,8 +16,8 @@ from rollgrad.domain.ports.closing import AsyncClosable, Closable
 from rollgrad.entrypoints.composition.injection import containers, providers
 
 CLOSED = ("engine", "sink", "tool_box", "server")
-"""Adapters that hold connections, threads or files of one run, which closes them, whoever made them. Others may serve
-several runs: their maker closes them."""
+"""Adapters that hold connections, threads or files of one run. The run closes them, even those that the caller made.
+Others may serve several runs: their maker closes them."""
 
 KEEPS_MEMORY = "rollgrad.adapters.models.torch.allocator"
 """Module that whatever loads a model has imported."""

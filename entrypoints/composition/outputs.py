@@ -164,8 +164,8 @@ def _own_tracker(path: str) -> Tracker:
 
 
 def make_sample_log(config: RLConfig, codec: TemplateCodec, sink: MetricSink) -> SampleWriter:
-    """Returns the writer of sampled texts, which hides what `make_trajectories` does, and tells them to a sink that
-    takes them."""
+    """Returns the writer of sampled texts. It hides the same secrets as `make_trajectories`, and passes the texts on to
+    a sink that takes texts."""
     path = Path(config.ckpt.output_dir) / SAMPLES_FILE
     tell = sink.samples if isinstance(sink, RunTracker) else None
     return SampleWriter(path, codec.decode, config.logger.log_samples, secrets=_secrets(config), tell=tell)

@@ -29,7 +29,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 LARGE = 2000
 """Number of rows from which on a survey takes seconds, so that a terminal gets a progress bar."""
 LONG = 50_000
-"""Number of rows from which on it takes so long, 0.2 to 0.5 ms of processor time a row, that a log says it begins."""
+"""Number of rows from which on the log says that a survey begins, because it takes long: 0.2 to 0.5 ms of processor
+time a row."""
 
 
 class Rows(Protocol):

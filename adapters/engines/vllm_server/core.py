@@ -140,8 +140,8 @@ class ServedCore(Core):
         return True
 
     async def require_images(self, renderer: ImageRenderer) -> None:
-        """Makes sure that it takes images, and reads the tokens for them that `renderer` has, now and whenever it is
-        probed.
+        """Makes sure, now and whenever the server is probed, that it takes images, and reads an image as the same
+        tokens as `renderer`.
 
         Raises:
             EngineError: it does not answer.

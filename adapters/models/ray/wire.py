@@ -320,7 +320,7 @@ def _action_stretches(runs: Sequence[tuple[int, int]], mask_N: Array, changes: A
 
 
 class Recording:
-    """A policy's objective that keeps what it is told of tokens, in the process that calls it."""
+    """A policy's objective that keeps, in the process that calls it, what it is told of tokens."""
 
     def __init__(self, objective: PolicyObjective[Any]) -> None:
         self._objective = objective

@@ -65,8 +65,8 @@ AVERAGE_DIRECTORY = "ema"
 """Directory of the model with averaged weights, below that of a saved policy."""
 
 FILE_BYTES = 5 * 10**9
-"""Bytes of the weights in one file of a model that several processes have divided, and of the memory of the one that
-writes them; a layer that is larger has a file of its own."""
+"""Bytes of the weights in one file of a model that several processes divide; the process that writes has as many in
+memory. A layer that is larger has a file of its own."""
 
 GATHERED_BYTES = 64 * 2**20
 """Bytes of divided weights that are gathered at a time."""

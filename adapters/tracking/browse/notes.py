@@ -78,8 +78,8 @@ def changed(note: Note, change: Mapping[str, Any]) -> Note:
 
 
 def write_note(run: Path, key: str, change: Mapping[str, Any]) -> Note:
-    """Changes the note of a rollout, and returns it. Others that change notes of the run at this moment wait for it, on
-    file systems with locks, so that each finds what the ones before have written.
+    """Changes the note of a rollout, and returns it. On file systems with locks, others that change notes of the run at
+    this moment wait. So each finds what the ones before have written.
 
     Raises:
         DataError: the change is of another form.

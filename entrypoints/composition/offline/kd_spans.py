@@ -145,8 +145,7 @@ def _check_kept(
     teacher: ReferenceModel,
     budget: int,
 ) -> None:
-    """Compares what was kept of a server's answers with what it says now, by the first example of which it says
-    anything.
+    """Compares a server's answers that were kept with its answers now, by the first example for which it has an answer.
 
     Raises:
         ConfigurationError: they differ by more than rounding.

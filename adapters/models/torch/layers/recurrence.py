@@ -234,7 +234,8 @@ class _Call:
 
 
 def _ordered(all_: Sequence[Segment], none: int, device: torch.device) -> Iterator[_Call]:
-    """Yields calls for segments, each after that of its parent, and as late as those that wait for it let it be."""
+    """Yields calls for segments. Each comes after the call of its parent, and as late as the segments that wait for it
+    allow."""
     height = [0] * len(all_)
     for number in range(len(all_) - 1, -1, -1):
         parent = all_[number].parent

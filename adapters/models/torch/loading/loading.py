@@ -144,7 +144,8 @@ def _factory(name_or_path: str, flag: str, *, headless: bool, images: bool) -> A
     """Returns the class of transformers that loads a model.
 
     Raises:
-        CheckpointError: it is a reward model, whose output embedding would be that of its inputs where it shares them.
+        CheckpointError: it is a reward model: its output embedding would be the input embedding, if the model shares
+            them.
     """
     from transformers import AutoModelForCausalLM
 

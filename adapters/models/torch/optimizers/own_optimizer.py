@@ -30,7 +30,8 @@ class OwnOptimizer:
 
     @property
     def elementwise(self) -> bool:
-        """Whether it says that it steps each number of a parameter by itself, so that processes may step parts."""
+        """Whether the optimizer declares that it steps each number of a parameter by itself. Then processes may step
+        parts of parameters."""
         return bool(getattr(self.make, "elementwise", False))
 
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
