@@ -147,7 +147,7 @@ class Finding:
             return f"refused ({_reason(self.refusal)})"
         exact = "exact, padded and recomputed" if self.padded else "exact"
         if self.idle:
-            exact += ", but only parts are trained: its attention to an encoder gets no gradient"
+            exact += ", trained in parts alone, as its attention to an encoder gets no gradient"
         return f"{exact}; no embedded engine ({_reason(self.engine_refusal)})" if self.engine_refusal else exact
 
     @property
@@ -169,7 +169,7 @@ def _reason(sentence: str) -> str:
     """The part of a refusal that is neither the model's place nor what to do."""
     _, _, reason = sentence.partition(" (" if " (" in sentence else "Hugging Face model: ")
     reason = reason.rpartition("): ")[0] or reason.rstrip(".")
-    return re.sub(r" by \S+ of their spread.*", "", reason)
+    return re.sub(r" by \S+ of their spread.*|\. Bring a whole copy there.*", "", reason)
 
 
 def types() -> list[str]:

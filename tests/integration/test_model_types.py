@@ -42,6 +42,7 @@ REPRESENTATIVES = (
     "roberta",
     "deepseek_v32",
     "reformer",
+    "whisper",
     "musicgen",
 )
 """For each way to be exact, and each reason for a refusal."""

@@ -102,7 +102,7 @@ def test_so_they_are_of_more_models_and_forms(results: Results, processes: int, 
 
 @cache
 def alone(name: str) -> dict[str, Any]:
-    """What this process computes of a case, without compiling."""
+    """Results of a case in this process, without compiling."""
     return sequence_parallel.passes(evolve(CASES[name], compiles=False))
 
 
