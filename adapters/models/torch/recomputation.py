@@ -11,7 +11,7 @@ Invariant: gradients are the same bit for bit where kernels are deterministic.
 Does not own: where inputs of layers are kept (`offloading.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -90,8 +90,7 @@ class Recomputation:
         self._offloaded = OffloadedInputs(transfers) if offloads else None
         if not self._on:
             return
-        keeps = kind is Checkpointing.SELECTIVE
-        self._policy = _Policy(model.config.get_text_config().hidden_size * NARROW, attention) if keeps else None
+        self._policy = _policy(model, attention) if kind is Checkpointing.SELECTIVE else None
         self._dropout, self._replay = dropout, router_replay(model)
         if not model.supports_gradient_checkpointing:
             raise ConfigurationError(
@@ -139,15 +138,24 @@ def _together(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]
         yield
 
 
+def _policy(model: Any, attention: Set[str]) -> "_Policy":
+    """Returns what is kept of a model's layers."""
+    width = getattr(model.config.get_text_config(), "hidden_size", 0)  # BLT's layers have several
+    products = dict(PRODUCTS)
+    if any(getattr(part, "has_bias", False) for part in model.modules()):
+        del products[aten._grouped_mm.default]  # transformers adds the biases of experts (gpt-oss) to it in place
+    return _Policy(width * NARROW, products, attention)
+
+
 class _Policy:
     """Decides whether the result of an operation is kept; products are whose inner dimension is at least `wide`."""
 
-    def __init__(self, wide: float, attention: Set[str]) -> None:
-        self._wide, self._attention = wide, attention
+    def __init__(self, wide: float, products: Mapping[Any, int], attention: Set[str]) -> None:
+        self._wide, self._products, self._attention = wide, products, attention
 
     def __call__(self, context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
         """Implements the policy of torch's selective checkpointing."""
         keeps = operation.name() in self._attention
-        if operation in PRODUCTS:
-            keeps = arguments[PRODUCTS[operation]].shape[-1] >= self._wide
+        if operation in self._products:
+            keeps = arguments[self._products[operation]].shape[-1] >= self._wide
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE

@@ -126,7 +126,8 @@ class AdapterConfig:
     target_modules: tuple[str, ...] = setting(
         ALL_LINEAR,
         "Linear layers that get adapters, by the last parts of their names (q_proj, mlp.up_proj); all-linear is all "
-        "of them but the vocabulary's head. Experts of a mixture, stacks of matrices, get none.",
+        "of them but the vocabulary's head. Experts of a mixture, stacks of matrices, get none, nor do layers that "
+        "share a weight or are not called as a layer.",
         Range(lambda names: bool(names) and all(names), "at least one name, and none empty"),
         only_if=WITH_ADAPTERS,
     )

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rollgrad.adapters.models.torch.forward import PackedLM
 from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer
 from rollgrad.adapters.models.torch.loading.lora import (
     SAVED_PREFIX,
@@ -33,6 +34,7 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingE
 from rollgrad.entrypoints.composition.models import make_critic
 from tests.adapted_models import branching_batch, learn, logprobs, plain
 from tests.fakes import cluster
+from tests.model_sweep import episodes
 from tests.tiny_architectures import tiny_model as tiny_architecture
 from tests.tiny_models import saved, tiny_model
 
@@ -130,6 +132,32 @@ def test_layers_are_adapted_as_they_are_named(name: str, adapted: set[str]) -> N
     assert all(torch.equal(found[key].value(lambda part: part), tensor) for key, tensor in before.items())
     with pytest.raises(ConfigurationError, match=r"target_modules has 'out_proj', but the linear layers"):
         add_lora(tiny_architecture("falcon_h1"), LoraConfig(rank=4, target_modules=("out_proj",)), seed=0)
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "longcat_flash", "zamba", "llama4_text", "phimoe", "whisper"])
+def test_every_adapter_takes_part_and_the_weights_take_it_in(name: str, tmp_path: Path) -> None:
+    """Some layers have none: their weight is read alone or shared, or they return more than a product."""
+    tiny_architecture(name).save_pretrained(tmp_path)
+    from transformers import AutoModelForCausalLM
+
+    model, merged = load(tmp_path), load(tmp_path)
+    with torch.device("meta"):
+        uncomputed = AutoModelForCausalLM.from_config(model.config)
+    count = adapter_numbers(uncomputed, LORA)
+    add_lora(model, LORA, seed=1)
+    adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(parameter.numel() for parameter in adapters) == count
+    with torch.no_grad():
+        for parameter in adapters:
+            parameter += 0.1 * torch.linspace(-1, 1, parameter.numel()).view_as(parameter)
+        for weight in plain_weights(model):
+            merged.get_parameter(weight.name).copy_(weight.value(lambda part: part))
+    packed = episodes(42)
+    found_A = PackedLM(model)(packed)[0]
+    found_A.sum().backward()
+    assert all(parameter.grad is not None for parameter in adapters)
+    with torch.no_grad():
+        torch.testing.assert_close(PackedLM(merged)(packed)[0], found_A, rtol=0, atol=1e-4)
 
 
 def test_adapters_are_counted_before_there_are_any(family_dir: Path) -> None:

@@ -81,11 +81,24 @@ def gradients(
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-# With experts; with experts that are drawn in train mode; with linear attention; with convolutions; with sinks; with
-# capped scores and norms after products; with biases and learned positions; computed padded.
+# With experts; with experts that are drawn in train mode; with linear attention; with convolutions; with sinks;
+# with biases of experts; with capped scores and norms after products; with biases and learned positions; computed
+# padded, the last with layers of several widths.
 @pytest.mark.parametrize(
     "architecture",
-    ["llama", "qwen3_moe", "phimoe", "qwen3_5_text", "lfm2", "granite_swa", "gemma2", "gpt2", "bloom"],
+    [
+        "llama",
+        "qwen3_moe",
+        "phimoe",
+        "qwen3_5_text",
+        "lfm2",
+        "granite_swa",
+        "gpt_oss",
+        "gemma2",
+        "gpt2",
+        "bloom",
+        "blt",
+    ],
 )
 def test_gradients_are_the_same_bit_for_bit(architecture: str, tmp_path: Path) -> None:
     tiny_model(architecture).save_pretrained(tmp_path)

@@ -13,6 +13,7 @@ Does not own: the optimizer, nor putting weights together that are divided over 
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,10 +33,18 @@ NO_PEFT = "{at}.rank is {rank}, but LoRA needs peft: pip install rollgrad[lora],
 ADAPTER = "default"
 """Peft's name for the only adapter of a model."""
 
-SCANNED = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
-UNADAPTED = (".out_proj",)
-"""Types whose scans may read the weight of their output projection without its layer, and the name of that: peft adapts
-none (`_check_lora_target_modules_mamba`)."""
+UNADAPTED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), (".out_proj",)),
+    **dict.fromkeys(("falcon_mamba", "mamba"), (".out_proj", ".dt_proj")),
+    "jamba": (".dt_proj",),
+    "longcat_flash": (".router.classifier",),
+}
+"""Ends of the names of layers whose weight a type's code, or the kernel of its scan, reads without calling the layer,
+which leaves an adapter out; of the first two rows peft adapts no out_proj (`_check_lora_target_modules_mamba`)."""
+OTHERWISE = frozenset({"Llama4Router", "PhimoeTopKRouter", "DeepseekV4GroupedLinear"})
+"""Classes of transformers that are linear layers, but return something else than the product of input and weight."""
+OF_ENCODER = ".encoder_attn."
+"""Part of the names of a decoder's attention to an encoder, which a causal language model has not."""
 
 SAVED_PREFIX = "base_model.model."
 """Prefix of weights' names in peft's files, which are written from a model in two wrappers."""
@@ -255,20 +264,7 @@ def _plain(name: str) -> str:
 
 def _targets(model: Any, wanted: tuple[str, ...], at: str = "actor.lora") -> list[str]:
     """Returns the full names of the linear layers whose names end as `wanted` says."""
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings()
-    sees = getattr(model.config, "vision_config", None) is not None
-    of_text = set((model.get_decoder() if sees else model).modules())  # what images go through gets no adapters
-    unadapted = UNADAPTED if model.config.model_type in SCANNED else ()
-    linear = [
-        name
-        for name, part in model.named_modules()
-        if part in of_text
-        and isinstance(part, (nn.Linear, Conv1D))
-        and part is not head  # the head's weight is read without its layer
-        and not name.endswith(unadapted)
-    ]
+    linear = _adaptable(model)
     if wanted == ALL_LINEAR:
         return linear
     for target in wanted:
@@ -279,6 +275,29 @@ def _targets(model: Any, wanted: tuple[str, ...], at: str = "actor.lora") -> lis
                 f"adapters are {there}: change --{at}.target_modules."
             )
     return [name for name in linear if any(_ends(name, target) for target in wanted)]
+
+
+def _adaptable(model: Any) -> list[str]:
+    """Returns the full names of the linear layers that can have adapters. The head cannot, whose weight is read without
+    its layer, nor can layers that share a weight (Zamba's), as one weight cannot take in the adapters of each."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    sees = getattr(model.config, "vision_config", None) is not None
+    of_text = set((model.get_decoder() if sees else model).modules())  # what images go through gets no adapters
+    unadapted = UNADAPTED.get(model.config.model_type, ())
+    linear = {name: part for name, part in model.named_modules() if isinstance(part, (nn.Linear, Conv1D))}
+    layers_of_weight = Counter(id(part.weight) for part in linear.values())
+    return [
+        name
+        for name, part in linear.items()
+        if part in of_text
+        and part is not head
+        and layers_of_weight[id(part.weight)] == 1
+        and type(part).__name__ not in OTHERWISE
+        and OF_ENCODER not in name
+        and not name.endswith(unadapted)
+    ]
 
 
 def _ends(name: str, target: str) -> bool:
