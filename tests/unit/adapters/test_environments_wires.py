@@ -208,6 +208,7 @@ async def endless() -> StreamingResponse:
     async def parts() -> AsyncIterator[bytes]:
         while True:
             yield b" " * 2**20
+            await asyncio.sleep(0)  # without which the server would never hear that its client has left
 
     return StreamingResponse(parts(), media_type="text/event-stream")
 

@@ -108,7 +108,7 @@ def test_values_of_wrong_types_are_refused_together() -> None:
         (run.actor, "dtype", "bf17"),
         (run.rollout, "batch_size", "2"),
         (run.rollout, "top_p", None),
-        (run.agent, "tools", [print]),
+        (run.agent, "tools", [len]),
     ):
         setattr(section, name, value)
     with pytest.raises(ManyProblemsError) as caught:
@@ -117,7 +117,7 @@ def test_values_of_wrong_types_are_refused_together() -> None:
         "actor.lora is {'rank': 8}, but it must be a section of settings: set actor.lora.NAME for each of its own.",
         "rollout.batch_size is '2', but it must be an integer: change --rollout.batch_size.",
         "rollout.top_p is None, but it must be a number: change --rollout.top_p.",
-        "agent.tools is [<built-in function print>], but it must be text or null: name the file or the module with the "
+        "agent.tools is [<built-in function len>], but it must be text or null: name the file or the module with the "
         "code in --agent.tools, or give it to the call as docs/library.md says.",
         "actor.dtype is 'bf17', which is none of auto, bfloat16, float16, float32: change --actor.dtype.",
     ]
