@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryFile, mkdtemp
 from typing import IO
 
+from rollgrad.adapters.system.unwritable import error_number
 from rollgrad.domain.errors import CheckpointError
 
 PROBE = "probe-"
@@ -151,9 +152,8 @@ def check_renaming(directory: Path, flag: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Returns whether an error says that there is no room left on the disk, or in its user's quota: safetensors and
-    other processes tell it as text alone."""
-    return any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT))
+    """Returns whether an error says that there is no room left on the disk, or in its user's quota."""
+    return error_number(error) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def lack_of(size: int | None, directory: Path) -> int | None:

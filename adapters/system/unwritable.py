@@ -14,18 +14,25 @@ REMEDIES = {
 """Remedies by the number of the error, each the beginning of a sentence's last part."""
 
 
+def error_number(error: BaseException) -> int | None:
+    """Returns the number, among those of `REMEDIES`, of the system's error that an error is or tells: safetensors and
+    other processes tell it as text alone.
+
+    >>> error_number(RuntimeError("I/O error: Read-only file system (os error 30)")) == errno.EROFS
+    True
+    >>> error_number(OSError("it broke"))
+    """
+    number, text = getattr(error, "errno", None), str(error)
+    return next((code for code in REMEDIES if code == number or os.strerror(code) in text), None)
+
+
 def remedy(error: BaseException) -> str:
     """Returns what to do so that a file can be written, as words that may be followed by a comma.
 
-    safetensors and other processes tell an error of the system as text alone.
-
     >>> remedy(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     'make room there'
-    >>> remedy(RuntimeError("I/O error: Read-only file system (os error 30)")).split(",")[0]
-    'it is mounted for reading only'
     >>> remedy(OSError("it broke"))
     'make room there and let it be written'
     """
-    number = getattr(error, "errno", None)
-    found = [remedy for code, remedy in REMEDIES.items() if code == number or os.strerror(code) in str(error)]
-    return found[0] if found else "make room there and let it be written"
+    number = error_number(error)
+    return "make room there and let it be written" if number is None else REMEDIES[number]

@@ -1,8 +1,8 @@
 """Loads transformers models for training, with errors a user can act on."""
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rollgrad.adapters.models.torch.layers.images import model_factory
 from rollgrad.adapters.models.torch.loading.compatibility import install_and_compare, usable_positions
 from rollgrad.adapters.models.torch.loading.quantised import finish_loading, four_bits
 from rollgrad.adapters.models.torch.loading.saving import PROCESSOR_FILES
-from rollgrad.adapters.models.torch.loading.weight_shards import Shard, sharded_loading, whole_layers
+from rollgrad.adapters.models.torch.loading.weight_shards import Shard, reading_by, sharded_loading, whole_layers
 from rollgrad.domain.errors import CheckpointError, ConfigurationError
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
@@ -83,7 +83,7 @@ def load_causal_lm(
         torch.backends.cudnn.allow_tf32 = False  # float32 is float32, also in the first layer of such a tower
     quantised = four_bits(dtype, device) if load_in_4bit else {}
     factory = _factory(name_or_path, flag, headless=headless, images=images)
-    with LOADING, _frozen_as_built(), sharded_loading(None if load_in_4bit else shard):
+    with LOADING, reading_by(_freezing), sharded_loading(None if load_in_4bit else shard):
         model, info = loaded_from(factory, name_or_path, flag, dtype=dtype, output_loading_info=True, **quantised)
     require_weights(model, info["missing_keys"], name_or_path, flag, headless=headless)
     model = model.to(device).eval()
@@ -118,13 +118,10 @@ def load_causal_lm(
     return model
 
 
-@contextmanager
-def _frozen_as_built() -> Iterator[None]:
-    """Leaves parameters frozen that a model's own code freezes, such as the corrections of experts' scores in ERNIE 4.5
-    and AFMoE, in each model that transformers loads inside the block: it makes a trained parameter of all it reads."""
-    from transformers import PreTrainedModel
-
-    read = PreTrainedModel._load_pretrained_model
+def _freezing(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that reads files as `read` does, and leaves parameters frozen that a model's own code freezes,
+    such as the corrections of experts' scores in ERNIE 4.5 and AFMoE: transformers makes a trained parameter of all it
+    reads."""
 
     def read_and_freeze(model: Any, *rest: Any, **named: Any) -> Any:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -133,11 +130,7 @@ def _frozen_as_built() -> Iterator[None]:
             model.get_parameter(name).requires_grad_(False)
         return found
 
-    PreTrainedModel._load_pretrained_model = staticmethod(read_and_freeze)
-    try:
-        yield
-    finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(read)
+    return read_and_freeze
 
 
 def _factory(name_or_path: str, flag: str, *, headless: bool, images: bool) -> Any:

@@ -12,7 +12,7 @@ Does not own: the process group, which has been started before.
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,25 +25,33 @@ Shard = Callable[[Any, AbstractSet[str]], None]
 
 
 @contextmanager
-def sharded_loading(shard: Shard | None) -> Iterator[None]:
-    """Makes transformers call `shard` of each model that it loads inside the block, before it reads the files. Of a
-    DTensor it then reads this process's share alone."""
-    if shard is None:
-        yield
-        return
+def reading_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Makes transformers read the files of each model that it loads inside the block by the function that `wrap`
+    returns of its own, which is called with the model on the meta device."""
     from transformers import PreTrainedModel
 
     read = PreTrainedModel._load_pretrained_model
-
-    def shard_and_read(model: Any, state: Any, files: Any, settings: Any, *rest: Any) -> Any:
-        shard(model, not_by_rows(model, settings.weight_mapping))
-        return read(model, state, files, settings, *rest)
-
-    PreTrainedModel._load_pretrained_model = staticmethod(shard_and_read)
+    PreTrainedModel._load_pretrained_model = staticmethod(wrap(read))
     try:
         yield
     finally:
         PreTrainedModel._load_pretrained_model = staticmethod(read)
+
+
+def sharded_loading(shard: Shard | None) -> AbstractContextManager[None]:
+    """Makes transformers call `shard` of each model that it loads inside the block, before it reads the files. Of a
+    DTensor it then reads this process's share alone."""
+    if shard is None:
+        return nullcontext()
+
+    def wrap(read: Callable[..., Any]) -> Callable[..., Any]:
+        def shard_and_read(model: Any, state: Any, files: Any, settings: Any, *rest: Any) -> Any:
+            shard(model, not_by_rows(model, settings.weight_mapping))
+            return read(model, state, files, settings, *rest)
+
+        return shard_and_read
+
+    return reading_by(wrap)
 
 
 def shard_rows(model: nn.Module, whole: AbstractSet[str]) -> None:
