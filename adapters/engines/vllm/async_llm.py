@@ -15,6 +15,7 @@ import torch
 
 from rollgrad.adapters.engines.vllm.core import LIVENESS_SECONDS, Core
 from rollgrad.adapters.engines.vllm.images import engine_input
+from rollgrad.adapters.engines.vllm.last_words import last_words
 from rollgrad.adapters.engines.vllm.sampling_params import ALL, parameters
 from rollgrad.adapters.weights.receiver_port import EngineModel
 from rollgrad.application.settings.quantized import quantized_by
@@ -28,8 +29,6 @@ from rollgrad.domain.ports.rollout_engine import tell
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-
-DIED = "vLLM's processes have died; their log says why."
 
 GIVES_UP_WEIGHTS = 2
 """vLLM's level of sleep that keeps nothing."""
@@ -180,7 +179,7 @@ class LocalCore(Core):
         """Implements `Core.ping`. While vLLM does what it does alone, living processes are enough."""
         if self._at_work:
             if self._llm.errored:
-                raise EngineError(DIED)
+                raise _died()
             return
         answer = asyncio.ensure_future(self._call(self._llm.is_sleeping()))
         try:
@@ -245,13 +244,14 @@ class LocalCore(Core):
             while not task.done():
                 await asyncio.wait([task], timeout=LIVENESS_SECONDS)
                 if not task.done() and self._llm.errored:
-                    raise EngineError(DIED)
+                    raise _died()
             return task.result()
         except EngineError:
             raise
         except Exception as error:
-            words = DIED if self._llm.errored else f"vLLM failed: {type(error).__name__}: {error}"
-            raise EngineError(words) from error
+            if self._llm.errored:
+                raise _died() from error
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
         finally:
             task.cancel()
 
@@ -273,9 +273,14 @@ class LocalCore(Core):
         except RollgradError:
             raise
         except Exception as error:
-            words = DIED if self._llm.errored else f"Generation failed: {type(error).__name__}: {error}"
-            raise EngineError(words) from error
+            if self._llm.errored:
+                raise _died() from error
+            raise EngineError(f"Generation failed: {type(error).__name__}: {error}") from error
         return last
+
+
+def _died() -> EngineError:
+    return EngineError(f"vLLM's processes have died: {last_words()}.")
 
 
 def _top_logprobs(given: Any, count: int) -> TopLogprobs:

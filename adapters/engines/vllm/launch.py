@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rollgrad.adapters.engines.vllm.arguments import argument_problems
+from rollgrad.adapters.engines.vllm.last_words import is_elsewhere, last_words
 from rollgrad.adapters.engines.vllm.plugin import VLLM_BACKENDS, register
 from rollgrad.adapters.engines.vllm.profile import WORKER
 from rollgrad.adapters.engines.vllm.sampling_params import ALL
@@ -118,7 +119,8 @@ def start(
             else ""
         )
         given = {**settings, **extra}
-        raise EngineError(f"vLLM did not start with {given}: {type(error).__name__}: {error}{hint}") from error
+        why = last_words() if is_elsewhere(str(error)) else f"{type(error).__name__}: {error}"
+        raise EngineError(f"vLLM did not start with {given}: {why}{hint}") from error
 
 
 def _arguments(

@@ -1,0 +1,65 @@
+"""What is told of vLLM's processes when they end, from what they print."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rollgrad.adapters.engines.vllm.last_words import is_elsewhere, last_error, last_words
+
+AT = "ERROR 11-29 20:10:08 [core.py:1512]"
+OF_ONE = f"""(MainProcess pid=1) WARNING 11-29 20:09:18 [vllm.py:725] the V1 model runner is used
+(EngineCore pid=7) {AT} EngineCore encountered a fatal error.
+(EngineCore pid=7) {AT} Traceback (most recent call last):
+(EngineCore pid=7) {AT}   File "core.py", line 1496, in run_engine_core
+(EngineCore pid=7) {AT}     raise RuntimeError("no")
+(EngineCore pid=7) {AT} torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+(MainProcess pid=1) {AT} vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
+"""
+OF_TWO = f"""(Worker_TP1 pid=9) {AT} WorkerProc failed to start.
+(Worker_TP1 pid=9) {AT} ValueError: Free memory on device cuda:1 is less than desired.
+(EngineCore pid=7) {AT} Exception: WorkerProc initialization failed due to an exception. See stack trace for root cause.
+"""
+
+
+def test_the_error_of_the_process_that_failed_first_is_told() -> None:
+    assert last_error(OF_ONE) == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert last_error(OF_TWO) == "ValueError: Free memory on device cuda:1 is less than desired."
+    assert last_error("(EngineCore pid=7) WARNING 11-29 20:10:04 [vllm.py:725] ValueError: none\n") is None
+    assert is_elsewhere("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+    assert not is_elsewhere("max_model_len is too large")
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        (
+            OF_TWO,
+            "the last error that they printed is 'ValueError: Free memory on device cuda:1 is less than desired.'",
+        ),
+        ("", "they printed no error, as if they were killed, perhaps because memory was full"),
+    ],
+)
+def test_errors_are_read_where_stderr_is_a_file(tmp_path: Path, printed: str, told: str) -> None:
+    log, own = tmp_path / "worker-1.err", os.dup(2)
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            os.write(2, printed.encode())
+            words = last_words()
+        finally:
+            os.dup2(own, 2)
+            os.close(own)
+    assert words == f"{told} ({log})"
+
+
+def test_where_stderr_is_no_file_whoever_reads_it_has_seen_the_error() -> None:
+    (read, write), own = os.pipe(), os.dup(2)
+    os.dup2(write, 2)
+    try:
+        words = last_words()
+    finally:
+        os.dup2(own, 2)
+        for end in (read, write, own):
+            os.close(end)
+    assert words == "what they have printed says why"
