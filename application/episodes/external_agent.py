@@ -13,7 +13,7 @@ from attrs import evolve
 from rollgrad.application.episodes.chat_request import SessionLimits
 from rollgrad.application.episodes.chat_service import ChatService, RecordedSession
 from rollgrad.application.episodes.judging import answer_request, judge_request, judged
-from rollgrad.application.episodes.numbers import returned_number
+from rollgrad.application.episodes.numbers import returned_number, returned_numbers
 from rollgrad.application.foreign import error_text, foreign_code, shown
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
@@ -174,11 +174,8 @@ def _checked(result: Any) -> AgentResult:
     return evolve(
         result,
         reward=None if result.reward is None else returned_number("The agent", "reward", result.reward),
-        metrics={name: returned_number("The agent", f"metric {name}", value) for name, value in result.metrics.items()},
-        rewards={
-            role: returned_number("The agent", f"reward of the role {role}", value)
-            for role, value in result.rewards.items()
-        },
+        metrics=returned_numbers("The agent", "metrics", "metric", result.metrics),
+        rewards=returned_numbers("The agent", "rewards", "reward of the role", result.rewards),
     )
 
 

@@ -1,6 +1,7 @@
 """Numbers that environments and agents return; one that is not finite fails its own episode, and not the run."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from rollgrad.application.foreign import shown
@@ -23,3 +24,19 @@ def returned_number(who: str, what: str, value: Any) -> float:
     if not math.isfinite(number):
         raise ForeignError(f"{who} returned the {what} {shown(value)}: it must be a finite number.")
     return number
+
+
+def returned_numbers(who: str, what: str, one: str, values: Any) -> dict[str, float]:
+    """Returns the numbers `what` that `who` returned by their names.
+
+    >>> returned_numbers("The agent", "metrics", "metric", {"tries": 2})
+    {'tries': 2.0}
+
+    Raises:
+        ForeignError: they are no mapping, or `one` of them is no finite number.
+    """
+    if not isinstance(values, Mapping):
+        raise ForeignError(
+            f"{who} returned the {what} {shown(values)}: they must be a mapping from names to numbers, or left out."
+        )
+    return {name: returned_number(who, f"{one} {name}", value) for name, value in values.items()}

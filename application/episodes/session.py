@@ -6,7 +6,7 @@ It has messages, tools and rewards. Does not own: tokens (`TokenLedger`), and sa
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollgrad.application.episodes.numbers import returned_number
+from rollgrad.application.episodes.numbers import returned_number, returned_numbers
 from rollgrad.application.foreign import shown
 from rollgrad.domain.episodes.messages import Action, Message
 from rollgrad.domain.episodes.prompts import Prompt
@@ -177,12 +177,10 @@ def _schemas(tools: Sequence[Any]) -> tuple[ToolSchema, ...]:
 
 def _check_numbers(result: StepResult) -> None:
     """Refuses what would end the whole run where it is learned from."""
-    worth = {"reward": result.reward, "score": result.score}
-    numbers = {
-        **{what: value for what, value in worth.items() if value is not None},
-        **{f"reward of the role {role}": value for role, value in result.rewards.items()},
-        **{f"reward part {name}": value for name, value in result.reward_parts.items()},
-        **{f"metric {name}": value for name, value in result.metrics.items()},
-    }
-    for what, value in numbers.items():
-        returned_number("The environment", what, value)
+    who = "The environment"
+    for what, value in (("reward", result.reward), ("score", result.score)):
+        if value is not None:
+            returned_number(who, what, value)
+    returned_numbers(who, "rewards", "reward of the role", result.rewards)
+    returned_numbers(who, "reward_parts", "reward part", result.reward_parts)
+    returned_numbers(who, "metrics", "metric", result.metrics)

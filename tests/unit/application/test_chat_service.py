@@ -566,6 +566,10 @@ async def test_an_agents_own_timeout_is_its_failure() -> None:
         (AgentResult(reward=float("nan")), "returned the reward nan: it must be a finite number."),
         (AgentResult(reward="0.5"), "returned the reward '0.5': it must be a finite number."),  # type: ignore[arg-type]
         (
+            AgentResult(reward=1.0, metrics=[2.0]),  # type: ignore[arg-type]
+            "returned the metrics [2.0]: they must be a mapping from names to numbers, or left out.",
+        ),
+        (
             AgentResult(metrics={"helpers": float("inf")}),
             "returned the metric helpers inf: it must be a finite number.",
         ),

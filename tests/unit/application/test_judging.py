@@ -214,6 +214,10 @@ async def test_what_a_reward_says_of_an_episode_is_kept_in_each_branch(tiny_toke
         ({"reward": torch.zeros(2)}, "The environment returned the reward tensor([0., 0.]): it must be a finite"),
         ({"metrics": {"path": "left"}}, "The environment returned the metric path 'left': it must be a finite number."),
         ({"metrics": {"steps": None}}, "The environment returned the metric steps None: it must be a finite number."),
+        (
+            {"rewards": None},
+            "The environment returned the rewards None: they must be a mapping from names to numbers, or left out.",
+        ),
     ],
 )
 async def test_what_cannot_be_learned_from_fails_its_own_episode(
