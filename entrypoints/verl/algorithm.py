@@ -17,8 +17,12 @@ AGGREGATIONS = {
 }
 """verl's ways from token losses to one number."""
 
-OWN_AGGREGATION = ("gspo", "gmpo", "sapo")
+OWN_AGGREGATION = ("gmpo", "sapo")
 """Losses that verl aggregates in one way, whatever is set: as they are here by default."""
+
+LOSSES = {"gpg": "policy_gradient", "bypass_mode": "ppo", "gspo": "gspo_token"}
+"""Losses of verl that have another name here. verl's `gspo` has the gradient of GSPO-token: each token has its own
+advantage, and its own weight of a correction."""
 
 KL_KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "full": None}
 """verl's estimators of KL; None: there is none here."""
@@ -131,7 +135,7 @@ def _kl(draft: RLDraft) -> None:
 
 def _policy_loss(draft: RLDraft) -> None:
     mode = str(draft.value(f"{POLICY_LOSS}.loss_mode"))
-    loss = {"gpg": "policy_gradient", "bypass_mode": "ppo"}.get(mode, canonical_policy_loss(mode))
+    loss = LOSSES.get(mode, canonical_policy_loss(mode))
     if loss not in POLICY_LOSSES:
         raise ConfigurationError(
             f"{POLICY_LOSS}.loss_mode is {mode}, but there are {', '.join(POLICY_LOSSES)}: change it, or define it in "
@@ -144,7 +148,9 @@ def _policy_loss(draft: RLDraft) -> None:
     if traits.clip is not None:  # verl has one default for all losses
         draft.set("actor.eps_clip_low_high", [clip if bound is None else bound for bound in low_high])
         if None not in low_high:
-            draft.lose(f"{ACTOR}.clip_ratio", "clip_ratio_low and clip_ratio_high replace it, in verl too")
+            draft.lose(
+                f"{ACTOR}.clip_ratio", "clip_ratio_low and clip_ratio_high, 0.2 unless set, replace it, in verl too"
+            )
     else:
         for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
             draft.lose(f"{ACTOR}.{key}", f"the {loss} loss does not clip")

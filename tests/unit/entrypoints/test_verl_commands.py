@@ -472,15 +472,24 @@ def test_grpo_without_the_deviation_is_dr_grpo() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (("gspo",), {"actor.policy_loss_type": "gspo", "actor.loss_aggregation": None, "actor.dual_clip": None}),
+        (
+            ("gspo",),
+            {
+                "actor.policy_loss_type": "gspo_token",
+                "actor.loss_aggregation": "token_mean",
+                "actor.dual_clip": None,
+                "actor.eps_clip_low_high": (0.2, 0.2),
+            },
+        ),
+        (("gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"), {"actor.loss_aggregation": "sequence_mean"}),
         (("geo_mean",), {"actor.policy_loss_type": "gmpo"}),
         (("sapo", f"{ACTOR}.tau_neg=1.1"), {"actor.sapo_tau": (1.0, 1.1), "actor.eps_clip_low_high": None}),
         (("clip_cov", f"{ACTOR}.policy_loss.clip_cov_ratio=0.01"), {"actor.cov_share": 0.01}),
         (("bypass_mode",), {"actor.policy_loss_type": "ppo", "algo.old_logprobs": "rollout"}),
         (("kl_cov",), {"actor.cov_share": 0.0002, "actor.cov_kl_coef": 0.1}),
-        (("vanilla", f"{ACTOR}.clip_ratio=0.3"), {"actor.eps_clip_low_high": (0.3, 0.3)}),
+        (("vanilla", f"{ACTOR}.clip_ratio=0.3"), {"actor.eps_clip_low_high": (0.2, 0.2)}),
         (
-            ("vanilla", f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_high=0.4"),
+            ("vanilla", f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_low=null", f"{ACTOR}.clip_ratio_high=0.4"),
             {"actor.eps_clip_low_high": (0.3, 0.4)},
         ),
         (("vanilla", f"{ACTOR}.clip_ratio_c=null"), {"actor.dual_clip": None}),
