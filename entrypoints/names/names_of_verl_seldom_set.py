@@ -15,6 +15,14 @@ OPTIMIZERS: Mapping[str, str] = {
 }
 """Settings of verl's optimizers without a counterpart, and why."""
 
+OTHER_ENGINES: Mapping[str, str] = {
+    "name": "the optimizer is AdamW with float32 master weights, or Muon.",
+    "eps": "write --actor.adam.eps.",
+    **alike("min_lr_factor lr_min", "write --actor.min_lr_ratio, a share of the learning rate."),
+    **alike("decay_type lr_decay_ratio lr_start", "see --actor.lr_scheduler and --actor.lr_decay_ratio."),
+}
+"""Settings of the optimizers of torchtitan and VeOmni, and what to write."""
+
 MEGATRONS: Mapping[str, str] = {
     **alike("lr_warmup_init lr_decay_steps", "the learning rate rises from 0, and falls until the run ends."),
     "min_lr": "write --actor.min_lr_ratio, a share of the learning rate.",
@@ -82,7 +90,9 @@ SELDOM: Mapping[str, str] = {
         "algorithm.rollout_is_level",
         "write --algo.correction.level, --algo.correction.mode and their bounds.",
     ),
-    "algorithm.gdpo_reward_keys": "the rewards that a function names are normalised one by one.",
+    "algorithm.gdpo_reward_keys": "return the rewards by their names: several functions, or one that returns a dict of "
+    "them as `rewards` (docs/rewards.md).",
+    "algorithm.gdpo_reward_weights": "write --reward.weights NAME WEIGHT ..., with the names of the rewards.",
     **alike("trainer.use_legacy_worker_impl", "there is one implementation."),
     **alike("trainer.val_generations_to_log_to_wandb", "write --logger.log_samples."),
     "trainer.log_train_freq": "write --logger.logging_steps.",
@@ -92,8 +102,12 @@ SELDOM: Mapping[str, str] = {
         f"{ACTOR}.fsdp_config {REF}.fsdp_config critic.fsdp critic.model.fsdp_config reward_model.model.fsdp_config",
         "FSDP2 divides each layer over all processes.",
     ),
+    **alike(
+        " ".join(f"{model}.{engine}" for model in (ACTOR, REF, "critic") for engine in ("torchtitan", "veomni")),
+        "models are divided by DeepSpeed or FSDP2: see --cluster.strategy.",
+    ),
     "reward_model.model.use_remove_padding": PACKED,
-    **{f"{model}.optim.{key}": why for model in (ACTOR, "critic") for key, why in MEGATRONS.items()},
+    **{f"{model}.optim.{key}": why for model in (ACTOR, "critic") for key, why in (MEGATRONS | OTHER_ENGINES).items()},
     "trainer.checkpoint_callback_class": "see --train.on_step_path, whose function is called after each step.",
     f"{ROLLOUT}.router_config_path": "each request goes to the engine with the fewest.",
     "hydra": "the run's files are in --ckpt.output_dir.",

@@ -48,6 +48,19 @@ LEVELS = {
 REPLAYS = {"disabled": None, "R2": "trainer", "R3": "engine"}
 """verl's ways of replaying the experts of a rollout; None: they are not replayed."""
 
+OTHERWISE: Mapping[str, str] = {
+    "pass_at_k": "any samples of a group are compared, in verl the two best",
+    "optimal_token_baseline": "what the longest reply has beyond all others takes the last baseline, in verl none, and "
+    "weights of a correction do not enter it",
+    "gpg": "advantages are divided by the share of groups whose rewards differ, in verl by that of rewards that are "
+    "not 0",
+    "gdpo": "the last normalisation is over replies, in verl over tokens, where KL in the reward has no effect",
+}
+"""What estimators do otherwise than verl's of the same name."""
+
+BEYOND_OUTCOMES = ("optimal_token_baseline", "gdpo")
+"""Estimators that compare samples of a group, but in verl not by the outcome with its penalties."""
+
 POLICY_LOSS = f"{ACTOR}.policy_loss"
 
 MAX_RATIO = 20
@@ -74,21 +87,28 @@ def _advantages(draft: RLDraft) -> None:
     estimator, given = draft.estimator, draft.value("algorithm.adv_estimator")
     if estimator == "grpo_passk":
         estimator = "pass_at_k"
-        draft.change("algorithm.adv_estimator", "any samples of a group are compared, in verl the two best")
-    if estimator == "optimal_token_baseline":
-        draft.change(
-            "algorithm.adv_estimator",
-            "what the longest reply has beyond all others takes the last baseline, in verl none, and weights of a "
-            "correction do not enter it",
-        )
+    if estimator in OTHERWISE:
+        draft.change("algorithm.adv_estimator", OTHERWISE[estimator])
     if estimator not in ESTIMATORS:
         raise ConfigurationError(
             f"algorithm.adv_estimator is {given}, but there are {', '.join(ESTIMATORS)}: change it, or define it in "
             "the file of algo.extension_path."
         )
+    if draft.penalises_rewards and "group" in ESTIMATORS[estimator].needs:
+        if estimator == "rloo":
+            estimator = "rloo_sequence"
+        elif estimator not in BEYOND_OUTCOMES:
+            draft.change(
+                "algorithm.use_kl_in_reward",
+                "penalties are taken off after a reward has been compared with its group, token by token, in verl "
+                "before",
+            )
     draft.set("algo.advantage.estimator", estimator)
     if draft.estimator not in ("group_norm", "dr_grpo"):
-        draft.lose("algorithm.norm_adv_by_std_in_grpo", f"{estimator} is not GRPO, in verl neither")
+        why = f"{estimator} is not GRPO, in verl neither"
+        if estimator == "pass_at_k":
+            why = "pass_at_k always divides by the deviation"
+        draft.lose("algorithm.norm_adv_by_std_in_grpo", why)
     for name, key in (("gamma", "gamma"), ("lam", "lambd"), ("gigpo.step_advantage_w", "step_weight")):
         value = draft.value(f"algorithm.{name}", 1.0)
         if key in ESTIMATORS[estimator].uses:

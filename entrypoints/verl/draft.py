@@ -196,6 +196,12 @@ class RLDraft(VerlDraft):
         return 0.0, False
 
     @property
+    def penalises_rewards(self) -> bool:
+        """Whether KL is in the reward."""
+        coef, in_loss = self.kl
+        return coef != 0 and not in_loss and not self.distils
+
+    @property
     def corrects(self) -> bool:
         """Whether the command asks for an off-policy correction."""
         return self.asks(IS) or self.asks(RS)

@@ -460,6 +460,29 @@ def test_names_of_estimators_translate(given: str, ours: str) -> None:
     assert found["algo.advantage.estimator"] == ours
 
 
+def test_kl_in_the_reward_enters_rloos_outcome_and_is_told_beside_others() -> None:
+    """verl adds the penalties to the reward before it compares the samples of a group."""
+    told = "penalties are taken off after a reward has been compared"
+    for given, ours, tells in (
+        ("rloo", "rloo_sequence", False),
+        ("rloo_vectorized", "rloo_sequence", False),
+        ("grpo", "group_norm", True),
+        ("reinforce_plus_plus_baseline", "reinforce_baseline", True),
+        ("reinforce_plus_plus", "reinforce", False),
+        ("optimal_token_baseline", "optimal_token_baseline", False),
+    ):
+        command = f"algorithm.adv_estimator={given}", f"{ROLLOUT}.n=4", "algorithm.use_kl_in_reward=True"
+        assert settings(*command)["algo.advantage.estimator"] == ours
+        assert (told in notes(*command)) is tells
+        assert told not in notes(*command, f"{ACTOR}.use_kl_loss=True")
+        assert told not in notes(*command, "algorithm.kl_ctrl.kl_coef=0")
+
+
+@pytest.mark.parametrize("estimator", ["gpg", "gdpo", "grpo_passk", "optimal_token_baseline"])
+def test_estimators_that_differ_from_verls_are_told(estimator: str) -> None:
+    assert f"algorithm.adv_estimator={estimator}: " in notes(f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n=4")
+
+
 def test_grpo_without_the_deviation_is_dr_grpo() -> None:
     found = settings(
         *GROUP,
