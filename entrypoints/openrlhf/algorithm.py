@@ -104,6 +104,12 @@ def _policy_loss(draft: RLDraft) -> None:
     else:
         draft.lose("actor.loss_agg_mode", f"the {loss} loss is a mean over sequences, in OpenRLHF too")
         draft.lose("actor.dual_clip", f"the {loss} loss has no bound for negative advantages")
+    beside = draft.value("actor.entropy_coef") or (draft.kl_coef and draft.value("algo.kl.use_loss", False))
+    over_tokens = loss == "ppo" and draft.settings["actor"].get("loss_aggregation", "token_mean") == "token_mean"
+    if beside and not over_tokens:
+        draft.changed.append(
+            "KL and entropy in the loss are means over replies, as the loss is, in OpenRLHF over tokens"
+        )
 
 
 def _critic(draft: RLDraft) -> None:

@@ -219,6 +219,10 @@ def _aggregation(draft: RLDraft, loss: str) -> None:
     mode = draft.one_of(name, tuple(AGGREGATIONS))
     if loss in OWN_AGGREGATION:
         draft.lose(name, f"the {loss} loss is a mean over replies, in verl too")
+        if mode != "seq-mean-token-mean" and (draft.value(f"{ACTOR}.entropy_coeff") or all(draft.kl)):
+            draft.changed.append(
+                f"KL and entropy in the loss are means over replies, as the {loss} loss is, in verl by {name}"
+            )
     else:
         draft.set("actor.loss_aggregation", AGGREGATIONS[mode])
     if draft.value(factor) != draft.value("data.max_response_length"):

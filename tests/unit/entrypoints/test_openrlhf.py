@@ -465,6 +465,15 @@ def test_kl_as_a_loss_with_its_true_gradient() -> None:
     assert len(notes_of(*flags[1:])) == 1, "without a loss"
 
 
+@pytest.mark.parametrize("term", ["--entropy_loss_coef 0.01", "--use_kl_loss --kl_estimator k3"])
+def test_means_of_terms_beside_a_loss_over_sequences_are_told(term: str) -> None:
+    told = "not identical: KL and entropy in the loss are means over replies, as the loss is, in OpenRLHF over tokens"
+    for loss, tells in (("gspo", True), ("ppo --actor.loss_agg_mode seq-mean-token-mean", True), ("ppo", False)):
+        loss_flags = f"--policy_loss_type {loss}".split()
+        assert (told in notes_of(*loss_flags, *term.split())) is tells
+        assert told not in notes_of(*loss_flags)
+
+
 def test_flags_of_loss_aggregation_translate() -> None:
     mean = ("--actor.loss_agg_mode", "seq-mean-token-mean")
     assert config_of(*mean).actor.loss_aggregation == "sequence_mean"

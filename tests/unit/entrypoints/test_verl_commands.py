@@ -565,6 +565,15 @@ def test_bypass_mode_weighs_by_the_losss_own_ratio() -> None:
     assert "rollout_is=token: the loss's own ratio is against the policy that sampled" in notes(*GROUP, *bypass)
 
 
+def test_means_of_terms_beside_a_loss_over_replies_are_told() -> None:
+    told = "KL and entropy in the loss are means over replies, as the gmpo loss is"
+    loss = (*GROUP, f"{ACTOR}.policy_loss.loss_mode=geo_mean")
+    for term in (f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.use_kl_loss=True"):
+        assert told in notes(*loss, term)
+        assert told not in notes(*loss, term, f"{ACTOR}.loss_agg_mode=seq-mean-token-mean")
+    assert told not in notes(*loss, "algorithm.use_kl_in_reward=True")
+
+
 def test_the_bound_of_dppos_ratios_is_told() -> None:
     dppo = (*GROUP, f"{ACTOR}.policy_loss.loss_mode=dppo_tv")
     assert "dppo_tv: ratios weigh up to 20, in verl up to clip_ratio_c, which is 3.0" in notes(*dppo)
