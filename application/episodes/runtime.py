@@ -66,6 +66,7 @@ class AgentRuntime:
         self._max_tokens = max_tokens
         self._renderer = renderer
         self._examined = 0
+        self._told_twice = False
 
     async def play(
         self,
@@ -83,6 +84,7 @@ class AgentRuntime:
         `on_piece` is called with pieces of replies as they are sampled, if they are messages.
         """
         await session.start(prompt)
+        self._note_twice(session, prompt)
         prepared, seed = await self._rendered(self._opening, session, ledger, prompt), params.seed
         for turn in range(self._max_turns):
             room = prepared.room(params.max_new_tokens, self._max_tokens)
@@ -177,6 +179,27 @@ class AgentRuntime:
                 "which is put behind the reply as it is: let reset() return prompt.messages, so that it becomes the "
                 "user's next message, or write the marks",
                 observation=observation[:QUOTED],
+            )
+
+    def _note_twice(self, session: AgentSession, prompt: Prompt) -> None:
+        """Warns once of an opening that writes a conversation around the rendered prompt: its marks stand twice then,
+        or in a message, where they are text."""
+        rendered = prompt.text.strip()
+        if self._told_twice or not prompt.messages or not rendered:
+            return
+        if session.messages is None:  # a text before it alone is a turn of its own, such as a system prompt
+            before, _, after = session.opening.partition(rendered)
+            twice = isinstance(session.opening, WholePrompt) and before.strip() and after.strip()
+        else:
+            twice = any(rendered in str(message.get("content")) for message in session.messages)
+        if twice and self._has_marks(prompt.token_ids[1:]):
+            self._told_twice = True
+            log.warning(
+                "the environment puts the prompt, which the chat template has rendered, into a turn of a conversation "
+                "that it writes itself, so that the model sees the template's marks twice: set "
+                "--data.no_apply_chat_template if it expects the prompt's own text (as files of OpenRLHF-Agent do), or "
+                "let it use prompt.messages",
+                prompt=rendered[:QUOTED],
             )
 
     def _has_marks(self, token_ids: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ from rollgrad.domain.episodes.rewards import FailureKind, Reward, RewardRequest,
 from rollgrad.domain.episodes.trajectory import Trajectory
 from rollgrad.domain.errors import ConfigurationError, NotApplicableError
 from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from rollgrad.domain.ports.environment import Environment, StepResult
+from rollgrad.domain.ports.environment import Environment, StepResult, WholePrompt
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.testing.reward_source import FakeRewardSource
 from tests.fakes.chat_templates import tokenizer_with
@@ -97,6 +97,34 @@ async def test_a_text_without_the_template_s_marks_behind_a_rendered_prompt_is_t
     assert [entry["event"].partition(" that")[0] for entry in logs if entry["log_level"] == "warning"] == (
         ["the environment answers with a text"] if warns else []
     )
+
+
+@pytest.mark.parametrize(
+    ("opening", "warns"),
+    [
+        (lambda prompt: WholePrompt(f"<turn>user: {prompt.text}</turn>assistant:"), True),
+        (lambda prompt: [{"role": "user", "content": prompt.text}], True),
+        (lambda prompt: WholePrompt(f"Be brief.{prompt.text}"), False),
+        (lambda prompt: WholePrompt("<turn>user: Add 2 and 3.</turn>"), False),
+        (lambda prompt: prompt.messages, False),
+        (lambda prompt: " Let me see:", False),
+    ],
+    ids=["text", "message", "system prompt", "own text", "messages", "begun reply"],
+)
+async def test_a_conversation_around_the_rendered_prompt_is_told(
+    family: tuple[Any, str], opening: Any, warns: bool
+) -> None:
+    tokenizer, end = family
+
+    class Opens(Silent):
+        async def reset(self, prompt: Prompt) -> Any:
+            return opening(prompt)
+
+    with capture_logs() as logs:
+        await play(tokenizer, end, FakeRewardSource(lambda request: 1.0), environment=Opens)
+    told = [entry["event"] for entry in logs if entry["event"].startswith("the environment puts the prompt")]
+    assert len(told) == warns
+    assert all("--data.no_apply_chat_template" in event and "prompt.messages" in event for event in told)
 
 
 async def test_an_answer_ends_as_the_template_ends_a_reply(family: tuple[Any, str]) -> None:
