@@ -74,7 +74,8 @@ class StandInFinder(MetaPathFinder, Loader):
         if fullname not in STAND_INS:
             known = ", ".join(name for name in STAND_INS if name.partition(".")[0] == root)
             raise ModuleNotFoundError(
-                f"No module named {fullname!r}: {root} is not installed, and rollgrad stands in for {known} only",
+                f"No module named {fullname!r}: {root} is not installed, and rollgrad stands in for {known} only: "
+                f"install {root} for the rest, which then comes before all stand-ins",
                 name=fullname,
             )
         is_package = any(name.startswith(f"{fullname}.") for name in STAND_INS)

@@ -376,6 +376,7 @@ class AgentExecutor(AgentExecutorBase):
         ("class AgentExecutor: pass", "has no `async def execute"),
         ("class AgentExecutor:\n def __init__(self): 1 / 0\n async def execute(self, **k): ...", "ZeroDivisionError"),
         ("from openrlhf.trainer import PPOTrainer", "rollgrad stands in for openrlhf, openrlhf.utils"),
+        ("from openrlhf_agent.agentkit.session import AgentSession", "types only: install openrlhf_agent for the rest"),
         ("from openrlhf.utils.agent import Missing", "cannot import name 'Missing'"),
     ],
 )
