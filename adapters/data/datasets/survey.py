@@ -26,6 +26,8 @@ log = structlog.get_logger(__name__)
 BATCH = 512
 """Rows tokenised together: enough for the tokenizer's threads, and few enough for a smooth bar."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+NAMED = 20
+"""Numbers of rows that an error lists."""
 LARGE = 2000
 """Number of rows from which on a survey takes seconds, so that a terminal gets a progress bar."""
 LONG = 50_000
@@ -123,8 +125,7 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     for start in _batches(size, setting):
         found.read(range(start, min(start + BATCH, size)))
     if found.broken:
-        others = f" ({len(found.broken)} of {size} rows cannot be used.)" if len(found.broken) > 1 else ""
-        raise DataError(found.broken[0] + others)
+        raise DataError(found.refusal(size))
     result = found.survey()
     _report(result, builder.data)
     return result
@@ -144,8 +145,8 @@ class _Findings:
         self._datasources: set[str] = set()
         self._plain = 0
         self._content = hashlib.sha256()
-        self.broken: list[str] = []
-        """A sentence for each row that cannot be used."""
+        self.broken: dict[int, str] = {}
+        """Why a row cannot be used, by its number from 1."""
 
     def read(self, indices: Sequence[int]) -> None:
         """Reads and measures rows."""
@@ -161,7 +162,7 @@ class _Findings:
                 else:
                     drafts[index] = draft
             except DataError as error:
-                self.broken.append(f"Row {index + 1} of {self._setting} cannot be used: {error}")
+                self.broken[index + 1] = f"Row {index + 1} of {self._setting} cannot be used: {error}"
         self._lengths |= zip(drafts, self._builder.lengths([*drafts.values()]), strict=True)
         self._told += self._builder.told_lengths([*drafts.values()])
 
@@ -178,6 +179,15 @@ class _Findings:
             self._tasks.add(hash(task))
             self._texts.add(hash(draft.written if isinstance(draft.written, str) else draft.written.text))
         return draft
+
+    def refusal(self, size: int) -> str:
+        """Returns what is wrong with the first row that cannot be used, and which of `size` rows cannot be, either."""
+        numbers = sorted(self.broken)
+        told = self.broken[numbers[0]]
+        if len(numbers) == 1:
+            return told
+        named = ", ".join(map(str, numbers[:NAMED])) + (" ..." if len(numbers) > NAMED else "")
+        return f"{told} ({len(numbers)} of {size} rows cannot be used: {named}. Mend them or leave them out.)"
 
     def survey(self) -> Survey:
         """Returns the survey of all rows, if none of them is broken."""

@@ -135,8 +135,10 @@ def test_a_row_that_cannot_even_be_read_is_found_by_its_number(tiny_tokenizer: A
 
 
 def test_the_number_of_broken_rows_is_told(make: Make) -> None:
-    with pytest.raises(DataError, match=r"Row 2 .*3 of 5 rows cannot be used"):
+    with pytest.raises(DataError, match=r"Row 2 .*3 of 5 rows cannot be used: 2, 4, 5\. Mend them or leave them out"):
         make(["z", "", "z", None, ""])
+    with pytest.raises(DataError, match=r"30 of 31 rows cannot be used: 2, 3, 4, .* 20, 21 \.\.\.\. Mend"):
+        make(["z", *[""] * 30])
 
 
 @pytest.mark.parametrize("kind", [Verifier.LAST_NUMBER, Verifier.EXACT_MATCH, Verifier.MATH])
