@@ -9,7 +9,7 @@ from typing import Any
 from rollgrad.adapters.chat.image_marks import placed_images
 from rollgrad.adapters.chat.pictures import bare
 from rollgrad.adapters.data.kept_images import KeptImages
-from rollgrad.adapters.system.plain_values import is_json
+from rollgrad.adapters.system.plain_values import is_json, json_fault
 from rollgrad.domain.episodes.generation import StopReason
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.replies import Reply, UnsampledReply
@@ -194,7 +194,7 @@ def parsed(line: bytes, where: str) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is no JSON ({error}): remove the line.") from error
+        raise DataError(f"{where} is no JSON ({json_fault(error)}): remove the line.") from error
     if not isinstance(row, dict):
         raise DataError(f"{where} is no JSON object: remove the line.")
     return row

@@ -36,3 +36,9 @@ def as_utf8(text: str) -> str:
 def row_as_utf8(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a row whose texts are as `as_utf8` returns them, and whose other values are as they are."""
     return {name: as_utf8(value) if isinstance(value, str) else value for name, value in row.items()}
+
+
+def json_fault(error: Exception) -> str:
+    """Returns what `json` says of a text that is one line of a file, without its own count of lines, which begins with
+    1 there."""
+    return f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollgrad.adapters.data.datasets.files import JSON_LINES, UNREADABLE, file_format, opened
+from rollgrad.adapters.system.plain_values import json_fault
 from rollgrad.domain.errors import DataError
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ def broken_line(path: Path) -> str | None:
                 try:
                     json.loads(line.decode("utf-8-sig"))
                 except ValueError as error:
-                    return f"line {number} is not JSON ({error})"
+                    return f"line {number} is not JSON ({json_fault(error)})"
     except UNREADABLE:
         return None
     return empty

@@ -37,6 +37,7 @@ from rollgrad.adapters.data.examples.ranked import RankedPairs, pair_ends
 from rollgrad.adapters.data.examples.recognition import PAIR_COLUMNS, ReadingSettings, find_format
 from rollgrad.adapters.data.examples.rows import Rows, broken, decoded
 from rollgrad.adapters.data.examples.unread import unread_columns
+from rollgrad.adapters.system.plain_values import json_fault
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.splits import Split, parse_split
@@ -228,7 +229,7 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
     except UnicodeDecodeError as error:
         raise broken(f"The line is not UTF-8 (byte {error.start}: {line[error.start : error.start + 1]!r}).") from error
     except (ValueError, RecursionError) as error:
-        raise broken(f"The line is not JSON: {error}.") from error
+        raise broken(f"The line is not JSON: {json_fault(error)}.") from error
     if not isinstance(row, dict):
         raise broken("The line holds no object ({...}).")
     return row

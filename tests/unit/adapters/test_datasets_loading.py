@@ -312,7 +312,7 @@ def beside_a_text(tmp_path: Path) -> Path:
         (lambda tmp_path: tmp_path / "*.parquet", r"\*\.parquet is a pattern that matches no file"),
         (lambda tmp_path: tmp_path / "missing.jsonl", r"missing\.jsonl does not exist"),
         (lambda tmp_path: tmp_path / "missing_folder", "missing_folder does not exist"),
-        (broken_json, r"broken\.jsonl cannot be read as jsonl: line 2 is not JSON \(Expecting value"),
+        (broken_json, r"broken\.jsonl cannot be read as jsonl: line 2 is not JSON \(Expecting value at character \d"),
         (mixed_types_and_an_empty_line, r"gap\.jsonl cannot be read as jsonl: line 2 is empty"),
         (latin, r"latin\.csv cannot be read as csv: it is no UTF-8 .*: save it as UTF-8"),
         (latin_rows, r"Line 2 of the dataset file .*rows\.json is no UTF-8 \(.*\): save it as UTF-8"),

@@ -93,7 +93,7 @@ def test_rows_that_cannot_be_used_are_counted_and_told_once(
         assert [examples.at(position) is None for position in range(ROWS + 3)] == [False] * ROWS + [True] * 3
         examples.at(ROWS)
     assert [entry["reason"] for entry in told] == ["broken", "empty"]
-    assert f"{data}:15: The line is not JSON" in told[0]["event"]
+    assert f"{data}:15: The line is not JSON: Expecting value at character 1." in told[0]["event"]
     assert {reason: drop.count for reason, drop in examples.report.dropped.items()} == {"broken": 3, "empty": 1}
     monkeypatch.setattr(streaming, "JUDGED_FROM", 5)
     with pytest.raises(DataError, match=r"5 of 12 rows of data.dataset cannot be used, more than --data.max_dropped"):
