@@ -3,7 +3,8 @@
 # each on top of the one before.
 #
 # VENV    the environment's directory (default .venv)
-# PYTHON  the interpreter it is made from, 3.11 or newer (default: the newest of python3.13, 3.12, 3.11, python3)
+# PYTHON  the interpreter it is made from, 3.11 or newer (default: the first of python3.11, 3.12, 3.13, python3 that is
+#         there: all tests pass on 3.11, and each later one has run fewer of them)
 # CONSTRAINTS  a file with the versions to install (default: constraints.txt, those that the tests passed with; with an
 #         NVIDIA GPU none, for those are of the CPU builds). Empty: the newest that pyproject.toml allows.
 #
@@ -76,7 +77,7 @@ uv_install() {
 }
 
 find_python() {
-    for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
         if "$candidate" -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$candidate"
             return
