@@ -1,5 +1,6 @@
 """Processes that share sequences with images compute what one process does, the tower's gradients too."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,12 +25,18 @@ def shares(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) ->
     return results_of(script_host.python(), "tests.fakes.image_sequences", folder, TIMEOUT, PROCESSES, FAMILIES)
 
 
+@cache
+def alone(family: str) -> dict[str, Any]:
+    """Results of a family in this process."""
+    return image_sequences.passes(family)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", ["images", "texts"])
 def test_values_and_summed_gradients_are_those_of_one_process(
     shares: list[dict[str, Any]], family: str, batch: str
 ) -> None:
-    expected = image_sequences.passes(family)[batch]
+    expected = alone(family)[batch]
     found = [share[family][batch] for share in shares]
     for own in found:
         for column in ("logprobs", "entropy", "values"):
@@ -51,7 +58,7 @@ def assert_same(shares: list[dict[str, Tensor]], expected: dict[str, Tensor]) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_process_has_a_part_of_the_tower_s_gradient(shares: list[dict[str, Any]], family: str) -> None:
     """Guards the test above: none has the whole of it."""
-    expected = image_sequences.passes(family)["images"]["gradients"]
+    expected = alone(family)["images"]["gradients"]
     for share in shares:
         own = share[family]["images"]["gradients"]
         gaps = [float((own[name] - whole).norm() / whole.norm()) for name, whole in expected.items() if "vis" in name]
