@@ -24,7 +24,7 @@ from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
-from tests.compiled_layers import AS_IT_IS, compiler
+from tests.compiled_layers import AS_IT_IS, AS_WRITTEN, compiler
 from tests.fakes import cluster, grammars
 from tests.meeting_processes import met
 from tests.tiny_architectures import tiny_model
@@ -86,7 +86,7 @@ FAMILIES = (
 class Case:
     """A model, by the name of its class or its type, and the batch of `seed`; `samples` None: two tokens, fewer than
     there may be processes; `branches`: its samples part from each other again and again; `teacher`: settings in which
-    its teacher differs."""
+    its teacher differs; `compiler`: that of its layers, empty if they are not compiled."""
 
     family: str = "Llama"
     settings: dict[str, Any] = Factory(dict)
@@ -97,7 +97,7 @@ class Case:
     checkpointing: bool = False
     lora: bool = False
     prescribed: bool = False
-    compiles: bool = False
+    compiler: str = ""
     dtype: torch.dtype = torch.float32
 
 
@@ -137,7 +137,8 @@ CASES = {
     "checkpointing": Case(settings={"num_key_value_heads": 3}, seed=7, checkpointing=True),
     "adapters": Case(settings={"num_key_value_heads": 3}, seed=9, lora=True),
     "prescribed_replies": Case(settings={"num_key_value_heads": 3}, seed=11, prescribed=True),
-    "compiled": Case(settings={"num_key_value_heads": 3}, seed=11, compiles=True),
+    "compiled": Case(settings={"num_key_value_heads": 3}, seed=11, compiler=AS_WRITTEN),
+    "compiled_gradients": Case(settings={"num_key_value_heads": 3}, seed=11, compiler=AS_IT_IS),
     "bfloat16": Case(settings={"num_key_value_heads": 3}, seed=8, dtype=torch.bfloat16),
     "fewer_tokens_than_processes": Case(settings={"num_key_value_heads": 3}, samples=None),
     "fewer_query_heads_than_processes": Case(settings={"num_attention_heads": 2, "num_key_value_heads": 1}, seed=12),
@@ -201,7 +202,7 @@ def model(case: Case) -> Any:
     if case.checkpointing:
         made.gradient_checkpointing_enable({"use_reentrant": False})
         made.train()
-    if case.compiles:
+    if case.compiler:
         compile_layers(made)
     return made
 
@@ -294,6 +295,15 @@ def passes(case: Case) -> dict[str, Any]:
     return result
 
 
+def compiled_passes(case: Case) -> dict[str, Any]:
+    """Returns the same, of layers that the compiler of the case has compiled if it has one."""
+    if not case.compiler:
+        return passes(case)
+    # Several gradients of one pass are taken here, as no trainer does.
+    with compiler(case.compiler), torch._functorch.config.patch(donated_buffer=False):
+        return passes(case)
+
+
 def taught(case: Case, body: Any, packed: PackedBatch, kept: bool) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of the divergence of the model `body` from a teacher, which predicts now or has predicted before, and
     that divergence."""
@@ -335,9 +345,7 @@ def joined(folder: Path, timeout: float, rank: int, processes: int) -> Iterator[
 def work(folder: Path, timeout: float, rank: int, processes: int, names: list[str]) -> None:
     """One of the processes: its results go to the file `<rank>` of `folder`."""
     with joined(folder, timeout, rank, processes):
-        # Several gradients of one pass are taken here, as no trainer does.
-        with compiler(AS_IT_IS), torch._functorch.config.patch(donated_buffer=False):
-            results: dict[str, Any] = {name: passes(CASES[name]) for name in names}
+        results: dict[str, Any] = {name: compiled_passes(CASES[name]) for name in names}
         join_sequence_group(1, timeout=timeout)
         results["apart"] = passes(CASES["two_heads"])
         torch.save(results, folder / str(rank))

@@ -42,17 +42,17 @@ EVERY = [name for name in CASES if name.startswith("every_")]
 DIVIDED_ALIKE = [
     *("one_sample", "one_head_for_all_queries", "sinks", "capped_scores", "chunks_and_scaled_queries", "adapters"),
     *("prescribed_replies", "compiled", "bfloat16", "fewer_query_heads_than_processes", "layers_with_unlike_heads"),
-    *("a_head_each_query", "window", "checkpointing", "four_heads", "branches"),
+    *("a_head_each_query", "window", "checkpointing", "four_heads", "branches", "compiled_gradients"),
 ]
 """Cases that show nothing of three processes that two and four do not."""
 
 ALSO_OF_MORE = [
     *("uneven_heads", "four_heads", "fewer_query_heads_than_processes", "layers_with_unlike_heads", "latent"),
-    *("one_sample", "convolutions", "state_spaces_with_adapters"),
+    *("one_sample", "convolutions", "state_spaces_with_adapters", "compiled_gradients"),
 ]
 """Cases that show nothing of two processes that three or four, or another case, do not."""
 
-MORE = {2: [*EVERY, *ALSO_OF_MORE], 3: DIVIDED_ALIKE}
+MORE = {2: [*EVERY, *ALSO_OF_MORE], 3: DIVIDED_ALIKE, 4: ["delta_rule"]}
 
 NAMES = {
     2: [name for name in CASES if name not in MORE[2]],
@@ -68,7 +68,6 @@ NAMES = {
         "branches",
         "latent",
         "layers_with_unlike_heads",
-        "delta_rule",
         "state_spaces",
         "convolutions",
     ],
@@ -103,7 +102,7 @@ def test_so_they_are_of_more_models_and_forms(results: Results, processes: int, 
 @cache
 def alone(name: str) -> dict[str, Any]:
     """Results of a case in this process, without compiling."""
-    return sequence_parallel.passes(evolve(CASES[name], compiles=False))
+    return sequence_parallel.passes(evolve(CASES[name], compiler=""))
 
 
 def assert_as_one_process(found: list[dict[str, Any]], name: str) -> None:
