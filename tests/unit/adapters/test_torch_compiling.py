@@ -65,12 +65,6 @@ def compiled_as_written() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def fused() -> Iterator[None]:
-    with compiler("inductor"):
-        yield
-
-
 def batch(seed: int, samples: int = 3) -> PackedBatch:
     """Two groups, each of which shares its prompt; a batch of another seed has other lengths."""
     generator = torch.Generator().manual_seed(seed)
@@ -161,7 +155,7 @@ def test_packs_of_all_sizes_share_the_graphs_of_the_first(model_type: str, recom
 @pytest.mark.usefixtures("compiled_as_written")
 def test_layers_alike_share_their_graphs() -> None:
     counts = []
-    for layers in (2, 12):
+    for layers in (2, 5):
         model = tiny_model("llama", num_hidden_layers=layers)
         install_and_compare(model)
         torch._dynamo.reset()
@@ -188,15 +182,27 @@ def adapted(path: Path, *, compiles: bool, weights: dict[str, Tensor] | None = N
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fused")
-def test_a_policy_with_adapters_whose_layers_are_fused_and_recomputed_takes_the_same_steps(
-    tiny_model_dir: Path,
+@pytest.mark.parametrize("backend", [AS_IT_IS, pytest.param("inductor", marks=pytest.mark.wide)])
+def test_a_policy_with_adapters_whose_layers_are_compiled_and_recomputed_takes_the_same_steps(
+    tiny_model_dir: Path, backend: str
 ) -> None:
-    policies = [adapted(tiny_model_dir, compiles=compiles) for compiles in (False, True)]
-    for _ in range(2):
-        plain, fused = (cluster.trained(policy) for policy in policies)
-        assert fused == pytest.approx(plain, rel=1e-5, abs=1e-6)
-    assert graphs() > 0
+    with compiler(backend):
+        policies = [adapted(tiny_model_dir, compiles=compiles) for compiles in (False, True)]
+        for _ in range(2):
+            plain, fused = (cluster.trained(policy) for policy in policies)
+            assert fused == pytest.approx(plain, rel=1e-5, abs=1e-6)
+        assert graphs() > 0
+
+
+@pytest.mark.slow
+def test_fused_layers_give_the_same_log_probs() -> None:
+    """Without gradients, whose code takes the compiler of a CPU most of a minute."""
+    with compiler("inductor"):
+        plain, fused = (PackedLM(installed("llama")) for _ in range(2))
+        compile_layers(fused.model)
+        with torch.no_grad():
+            torch.testing.assert_close(fused(batch(0))[0], plain(batch(0))[0], rtol=0, atol=TOLERANCE)
+        assert graphs() > 0
 
 
 @pytest.mark.slow
@@ -225,12 +231,17 @@ def test_a_critic_s_values_and_steps_are_the_same(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_as_it_is")
-def test_fsdp2_divides_compiled_layers(tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize("backend", [AS_WRITTEN, pytest.param(AS_IT_IS, marks=pytest.mark.wide)])
+def test_fsdp2_divides_compiled_layers(tiny_model_dir: Path, backend: str) -> None:
+    with compiler(backend):
+        assert_fsdp2_trains_as_one_process(str(tiny_model_dir))
+
+
+def assert_fsdp2_trains_as_one_process(path: str) -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        lone = cluster.policy(str(tiny_model_dir))
-        policy = cluster.policy(str(tiny_model_dir), FSDPTrainedModule, compiles=True)
+        lone = cluster.policy(path)
+        policy = cluster.policy(path, FSDPTrainedModule, compiles=True)
         assert cluster.trained(policy) == pytest.approx(cluster.trained(lone), rel=1e-5)
         found = cluster.weights(policy)
         for name, tensor in lone.weights():
