@@ -49,16 +49,15 @@ pip_setting() {
 # packages ARGUMENTS...: as `pip install` takes them
 packages() {
     # shellcheck disable=SC2086 # an option and its file
-    uv_install $constrain "$@" || uv_install --index-strategy unsafe-best-match $constrain "$@" ||
-        pip_install $constrain "$@"
+    uv_install $constrain "$@" || pip_install $constrain "$@"
 }
 
 # beside NAME: the packages of tests/NAME.txt, and no others, into a folder of their own. If they cannot be had, setting
 # up goes on, and what needs them fails (benchmarks/beside.py).
 beside() {
     rm -rf "${VENV:?}/$1"
-    "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" --target "$VENV/$1" --no-deps -r "tests/$1.txt" \
-        2>/dev/null || pip_install --target "$VENV/$1" --no-deps -r "tests/$1.txt" || {
+    uv_install --target "$VENV/$1" --no-deps -r "tests/$1.txt" ||
+        pip_install --target "$VENV/$1" --no-deps -r "tests/$1.txt" || {
         rm -rf "${VENV:?}/$1"
         missing="$missing $1"
         printf 'not to be had, after '
@@ -72,8 +71,12 @@ say_missing() {
     done
 }
 
+# uv_install ARGUMENTS...: as `pip install` takes them; fails where only pip can
 uv_install() {
-    "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" "$@" 2>/dev/null
+    for strategy in first-index unsafe-best-match; do
+        "$VENV/bin/uv" pip install -q --python "$VENV/bin/python" --index-strategy "$strategy" "$@" && return
+    done 2>/dev/null
+    return 1
 }
 
 find_python() {
