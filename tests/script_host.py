@@ -4,8 +4,9 @@ than the smallest work of most.
 Its words are the descriptor of a socket that listens, and modules to import. A client (`tests/script_client.py`) passes
 its files, a line of JSON (words as after `python`, folder, environment, numbers of the files), and then a byte for each
 signal; it gets the exit status, or nothing if this process has died. SIGINT is for all processes of the program's
-group, as from a terminal. A program ends with its client, and this process with its standard input. Nothing has
-computed before a fork, so that no thread is lost in it.
+group, as from a terminal. A program can import what its own PYTHONPATH has, too, but for the repository. It ends with
+its client, and this process with its standard input. Nothing has computed before a fork, so that no thread is lost in
+it.
 
 With `forked_spawns` among the modules, what a program spawns by `multiprocessing` is a fork, too.
 """
@@ -27,6 +28,7 @@ import types
 from contextlib import suppress
 from pathlib import Path
 
+ROOT = str(Path(__file__).resolve().parents[1])
 MOST_FILES = 16
 ABOVE = 512
 """Least number of a file that is moved out of the way of others."""
@@ -87,6 +89,8 @@ def program(request: bytes, files: list[int]) -> None:
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
+        own = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [path for path in own if path not in ("", ROOT, *sys.path)]
         # Both are for what the program starts, not for what that starts.
         sys.executable, workers = os.environ.pop("SCRIPT_PYTHON", sys.executable), os.environ.pop("SCRIPT_RAY", "")
         if "forked_spawns" in sys.modules:

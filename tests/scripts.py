@@ -106,11 +106,12 @@ class ScriptHost:
         return done.stdout
 
     def forks(self, *, workers: bool = False) -> dict[str, str]:
-        """Returns variables of a program whose command lines of rollgrad and scripts of benchmarks/, that it starts by
-        `sys.executable`, are programs of this host, and, if asked for, the workers of its Ray, too."""
+        """Returns variables of a program whose command lines of rollgrad, recipes of the Tinker API and scripts of
+        benchmarks/, that it starts by `sys.executable`, are programs of this host, and, if asked for, the workers of
+        its Ray, too."""
         file, here = self._folder / "python", self.python()
         if not file.exists():
-            ours = f'"-m rollgrad."*|benchmarks/*|{shlex.quote(str(ROOT))}/benchmarks/*'
+            ours = f'"-m rollgrad."*|"-m tinker_cookbook."*|benchmarks/*|{shlex.quote(str(ROOT))}/benchmarks/*'
             file.write_text(EXECUTABLE.format(ours=ours, here=shlex.join(here), python=shlex.quote(sys.executable)))
             file.chmod(0o755)
         return {"SCRIPT_PYTHON": str(file), **({"SCRIPT_RAY": here[-1]} if workers else {})}

@@ -83,6 +83,14 @@ def test_a_program_is_as_one_that_python_runs(kind: str, host: ScriptHost, tmp_p
     assert json.loads(ours.stdout)[1:] == [str(tmp_path), "blue", "asked", "__main__"]
 
 
+def test_a_program_imports_from_its_own_path_but_not_from_the_repository(host: ScriptHost, tmp_path: Path) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "says.py").write_text("import importlib.util; print(importlib.util.find_spec('benchmarks'))")
+    (tmp_path / "starts.py").write_text("import says")
+    path = os.pathsep.join([str(tmp_path / "beside"), str(ROOT)])
+    assert host.run(str(tmp_path / "starts.py"), variables={"PYTHONPATH": path}) == "None\n"
+
+
 @pytest.mark.parametrize("python_of", [lambda host: [sys.executable], ScriptHost.python], ids=["python", "host"])
 @pytest.mark.parametrize(
     ("number", "status", "rest"), [(signal.SIGINT, 130, "goodbye\n"), (signal.SIGTERM, -signal.SIGTERM, "")]
