@@ -3,6 +3,8 @@
 import filecmp
 import json
 import re
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,8 @@ POINTS = 15
 """Held-out greedy accuracy gained, in percentage points: about half of what these steps gain."""
 STEPS = 2
 """Enough to gain that much; the demo itself goes on."""
+MISMATCH = 1e-4
+"""Nats by which log-probs of sampled tokens that engine and trainer compute in float32 differ at most, on average."""
 HELD_OUT = 25
 """Tasks on which that is measured."""
 
@@ -60,7 +64,11 @@ def words(steps: int, output: Path) -> list[str]:
 @pytest.mark.timeout(3600)
 def test_the_demo_learns(run_script: Run, tmp_path: Path) -> None:
     run_script(str(with_few_held_out("sums", tmp_path, held_out=HELD_OUT)), *words(STEPS, tmp_path / "run"))
-    before, *_, after = (line for line in logged(tmp_path / "run") if "eval/pass@1" in line)
+    lines = logged(tmp_path / "run")
+    mismatch = [line["policy/mismatch_abs"] for line in lines if "policy/mismatch_abs" in line]
+    assert len(mismatch) == STEPS
+    assert max(mismatch) < MISMATCH
+    before, *_, after = (line for line in lines if "eval/pass@1" in line)
     assert 100 * (after["eval/pass@1"] - before["eval/pass@1"]) >= POINTS
     # Replies come to end by themselves; how many do after so few steps depends on how a processor rounds.
     assert after["eval/truncated_share"] < before["eval/truncated_share"]
@@ -79,10 +87,18 @@ def word_problems(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["word_problems", "products"])
-def test_other_demos_run(name: str, run_script: Run, small_smollm2: Path, tmp_path: Path) -> None:
-    """Runs the smallest form of both, with a model that knows nothing."""
-    script = with_few_held_out(name, tmp_path, held_out=1, model=small_smollm2, batch_size=1, n_samples_per_prompt=2)
-    run_script(str(script), *words(1, tmp_path / "run"))
+def test_other_demos_run(name: str, small_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the smallest form of both in this process, with a model that knows nothing."""
+    sizes = {"batch_size": 1, "n_samples_per_prompt": 2, "max_new_tokens": 8}
+    script = with_few_held_out(name, tmp_path, held_out=1, model=small_smollm2, **sizes)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [str(script), *words(1, tmp_path / "run")])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "smollm2", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    del sys.modules["smollm2"]  # the copy's
+    assert ended.value.code == 0
     before, trained, after = logged(tmp_path / "run")
     assert trained["rollout/samples"] == 2
     assert before.keys() == after.keys()

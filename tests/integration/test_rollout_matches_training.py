@@ -96,10 +96,10 @@ async def test_tiny_model_in_float16(tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "temperature"), [(torch.float32, 0.7), pytest.param(torch.bfloat16, 1.0, marks=pytest.mark.wide)], ids=str
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.7), (torch.bfloat16, 1.0)], ids=str)
 async def test_smollm2(smollm2_dir: Path, dtype: torch.dtype, temperature: float) -> None:
+    """The demo that learns compares both of this model, too."""
     tokenizer = load_tokenizer(str(smollm2_dir), flag=FLAG)
     texts = ["What is 3 plus 4?", "Name three rivers of Europe, with the seas that they flow into."]
     prompts = [
