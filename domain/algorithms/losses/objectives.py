@@ -74,45 +74,39 @@ class PolicyLossObjective:
         """
         weights_N, mask_N = _column(batch, "loss_weights_N"), batch.action_mask_N
         rollout_N = _column(batch, "rollout_logprobs_N")
-        given = self._loss_input(scores, rollout_N, batch)
-        policy = self._policy_loss(given)
 
         def mean(values_N: Tensor) -> Tensor:
             return weighted_sum(values_N, weights_N, mask_N)
 
-        token_loss_N = policy.loss_N
-        metrics: dict[str, Tensor | float] = {}
-        if self.correction is not None:
-            factor_N = self._correction_weights(self.correction, given, rollout_N, batch)
-            token_loss_N = token_loss_N * factor_N
-            metrics["correction_weight"] = mean(factor_N)
-            metrics["correction_dropped_share"] = mean((factor_N == 0).float())
-        if batch.learned_N is not None:
-            metrics["high_entropy_share"] = mean((batch.learned_N & mask_N).float())
+        given = self._loss_input(scores, rollout_N, batch)
+        policy = self._policy_loss(given)
+        correction_N = self._correction_weights(given, rollout_N, batch)
+        token_loss_N = policy.loss_N if correction_N is None else policy.loss_N * correction_N
         loss = mean(_learned(token_loss_N, batch))
         entropy = mean(_masked(scores.entropy_N, mask_N))
-        metrics |= {"policy_loss": Total(loss.detach()), "entropy": entropy}
+
+        metrics: dict[str, Tensor | float] = {"policy_loss": Total(loss.detach()), "entropy": entropy}
+        metrics |= {name: mean(values_N) for name, values_N in _selection(correction_N, batch)}
         metrics |= {name: mean(values_N) for name, values_N in _movement(policy, given, rollout_N)}
         self._check_names(policy, metrics)
         metrics |= {name: mean(values_N.detach().float()) for name, values_N in policy.metrics_N.items()}
+
         if self.centred:
-            mean_score_N, residual_N, masses = _centering(scores, batch)
             # The loss has -A w log pi of the sampled token; centering takes the mean over all tokens out of it.
+            mean_score_N, about_centering = _centering(scores, batch)
             loss = loss + mean(_learned(given.advantages_N * mean_score_N, batch))
-            metrics |= {
-                "centering_residual": mean(residual_N),
-                **{name: mean(mass_N) for name, mass_N in masses.items()},
-            }
+            metrics |= {name: mean(values_N) for name, values_N in about_centering.items()}
         if self.entropy_coef:
             loss = loss - self.entropy_coef * entropy
         if self.kl_coef:
             reference_kl = mean(self._divergence(scores, given, rollout_N, batch))
-            metrics[REFERENCE_KL] = reference_kl
             loss = loss + self.kl_coef * reference_kl
+            metrics[REFERENCE_KL] = reference_kl
         if self.positive_nll_coef:
             positive_nll = -weighted_sum(given.logprobs_N, _column(batch, "positive_weights_N"), mask_N)
-            metrics["positive_nll"] = Total(positive_nll.detach())
             loss = loss + self.positive_nll_coef * positive_nll
+            metrics["positive_nll"] = Total(positive_nll.detach())
+
         reported = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
         return LossOutput(loss=loss, metrics=reported, clipped_N=policy.clipped_low_N | policy.clipped_high_N)
 
@@ -157,12 +151,13 @@ class PolicyLossObjective:
                 "give its metrics_N other names."
             )
 
-    def _correction_weights(
-        self, correction: CorrectionSettings, given: PolicyLossInput, rollout_N: Tensor, batch: RolloutBatch
-    ) -> Tensor:
-        """Returns the factor of each token's loss that corrects for the policy that sampled it."""
+    def _correction_weights(self, given: PolicyLossInput, rollout_N: Tensor, batch: RolloutBatch) -> Tensor | None:
+        """Returns the factor of each token's loss that corrects for the policy that sampled it; None without a
+        correction."""
+        if self.correction is None:
+            return None
         return correction_weights(
-            correction,
+            self.correction,
             # With `bypass` the ratio of the loss is pi / mu already: the gate looks at the current policy.
             logprobs_N=given.logprobs_N if self.bypass else given.old_logprobs_N,
             rollout_logprobs_N=rollout_N,
@@ -194,6 +189,16 @@ def _learned(values_N: Tensor, batch: RolloutBatch) -> Tensor:
     return values_N if batch.learned_N is None else torch.where(batch.learned_N, values_N, 0.0)
 
 
+def _selection(correction_N: Tensor | None, batch: RolloutBatch) -> Iterator[tuple[str, Tensor]]:
+    """Yields metrics of each token: how much the correction lets it count, and whether it is one of the uncertain
+    tokens that alone are learned from."""
+    if correction_N is not None:
+        yield "correction_weight", correction_N
+        yield "correction_dropped_share", (correction_N == 0).float()
+    if batch.learned_N is not None:
+        yield "high_entropy_share", (batch.learned_N & batch.action_mask_N).float()
+
+
 def _movement(policy: PolicyLoss, given: PolicyLossInput, rollout_N: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields metrics of each token: how far the policy has moved within the update, and how far apart trainer and
     engine are."""
@@ -210,9 +215,9 @@ def _movement(policy: PolicyLoss, given: PolicyLossInput, rollout_N: Tensor) -> 
     yield "mismatch_weight_squared", weight_N.square()
 
 
-def _centering(scores: TokenScores, batch: RolloutBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Returns the mean score, the size of its coefficients, and the mass of the sampler's most likely tokens under both
-    policies, by the names of their metrics.
+def _centering(scores: TokenScores, batch: RolloutBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the mean score of each token, and metrics by name: the size of its coefficients, and the mass of the
+    sampler's most likely tokens under both policies.
 
     Raises:
         ValueError: the scores or the batch lack them.
@@ -220,11 +225,11 @@ def _centering(scores: TokenScores, batch: RolloutBatch) -> tuple[Tensor, Tensor
     mask_N = batch.action_mask_N
     if scores.mean_score_N is None or scores.residual_N is None or scores.policy_mass_N is None:
         raise ValueError("The scores have no mean score: the model was made without score centering.")
-    masses = {
+    return _masked(scores.mean_score_N, mask_N), {
+        "centering_residual": _masked(scores.residual_N, mask_N),
         "centering_sampler_mass": _masked(batch.filled("sampler_logprobs_NK").exp().sum(1), mask_N),
         "centering_policy_mass": _masked(scores.policy_mass_N, mask_N),
     }
-    return _masked(scores.mean_score_N, mask_N), _masked(scores.residual_N, mask_N), masses
 
 
 @frozen(kw_only=True)
