@@ -32,6 +32,7 @@ from rollgrad.domain.errors import ConfigurationError, DataError, RollgradError,
 from rollgrad.domain.ports.reward_source import RewardSource
 from rollgrad.entrypoints.composition.cluster import keep_roles
 from rollgrad.entrypoints.composition.lifetimes import closing, gives_memory_back, shut_down
+from rollgrad.entrypoints.composition.rl.container import RLContainer
 from rollgrad.entrypoints.composition.rl.extensions import load_extension
 from rollgrad.entrypoints.description import flat_settings, reward_fingerprint
 from rollgrad.entrypoints.dry_run import scoring_file_problems
@@ -118,15 +119,8 @@ def generate_chosen(
     keep_roles(container, "engines")
     out = Path(out).absolute()
     try:
-        prompts = container.prompts()
-        if not isinstance(prompts, DatasetPromptSource | ReasoningGymPromptSource):
-            raise ConfigurationError(
-                "generate() takes prompts by their rows, which its prompts= does not have: name a dataset in "
-                "data.prompt_dataset."
-            )
-        kept = prompts.survey.keeps
-        numbers = choose([row for row in range(len(prompts.survey.lengths)) if kept(row)])
-        keys = [(row, sample) for row in numbers for sample in range(config.rollout.n_samples_per_prompt)]
+        prompts = _prompts_by_row(container)
+        keys = _keys(prompts, choose, config.rollout.n_samples_per_prompt)
         sampled_by = _sampled_by(config, prompts.survey.fingerprint, seed=seed, logprobs=logprobs)
         defaults = flat_settings(RLConfig())
         with row_log(out, sampled_by, defaults=defaults, retry_failed=retry_failed) as file:
@@ -134,14 +128,7 @@ def generate_chosen(
             if missing:
                 if config.rollout.engine is Engine.SERVER and "engine" not in adapters:
                     _check_servers(container.served_engines(), config, logprobs=logprobs)
-                service = GenerationService(
-                    container.traced_executor(),
-                    container.codec(),
-                    container.sampling(),
-                    seed=seed,
-                    at_once=config.rollout.max_concurrent,
-                )
-                replies = service.stream(_prompted(missing, prompts.prompt))
+                replies = _generation(container, config, seed).stream(_prompted(missing, prompts.prompt))
                 images = None if config.data.image_key is None else KeptImages(out)
                 made = _sampled(replies, model=config.actor.model_name_or_path, logprobs=logprobs, images=images)
                 tolerant = _tolerant(made, config, len(keys), retrying=retry_failed)
@@ -150,6 +137,43 @@ def generate_chosen(
             return Replies(path=out, rows=len(file.done), made=len(missing), failed=file.failed)
     finally:
         shut_down(container)
+
+
+def _prompts_by_row(container: RLContainer) -> DatasetPromptSource | ReasoningGymPromptSource:
+    """Returns the prompts of a run, whose rows have numbers.
+
+    Raises:
+        ConfigurationError: they are a source of the caller's own, which has none.
+    """
+    prompts = container.prompts()
+    if not isinstance(prompts, DatasetPromptSource | ReasoningGymPromptSource):
+        raise ConfigurationError(
+            "generate() takes prompts by their rows, which its prompts= does not have: name a dataset in "
+            "data.prompt_dataset."
+        )
+    return prompts
+
+
+def _keys(
+    prompts: DatasetPromptSource | ReasoningGymPromptSource,
+    choose: Callable[[Sequence[int]], Sequence[int]],
+    samples: int,
+) -> list[tuple[int, int]]:
+    """Returns row and sample of each reply: `samples` to each row that `choose` takes of those that are not too
+    long."""
+    kept = prompts.survey.keeps
+    chosen = choose([row for row in range(len(prompts.survey.lengths)) if kept(row)])
+    return [(row, sample) for row in chosen for sample in range(samples)]
+
+
+def _generation(container: RLContainer, config: RLConfig, seed: int) -> GenerationService:
+    return GenerationService(
+        container.traced_executor(),
+        container.codec(),
+        container.sampling(),
+        seed=seed,
+        at_once=config.rollout.max_concurrent,
+    )
 
 
 @gives_memory_back

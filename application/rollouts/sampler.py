@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from rollgrad.application.rollouts.groups import RolloutGroup, RolloutService
 from rollgrad.application.rollouts.kept import group_of_state, group_state
@@ -40,6 +40,46 @@ class SamplingPlan:
     greedy_baseline: bool = False
     judge: Callable[[RolloutGroup], RolloutGroup] = lambda group: group
     """Returns a group with the rewards that depend on several of its samples."""
+
+
+@define
+class _Tally:
+    """The groups of one rollout that have been played, and whether they suffice."""
+
+    plan: SamplingPlan
+    missing: int
+    """Groups that the rollout needs besides those that are ready."""
+    started: int
+    """Groups whose play has begun, replacements included."""
+    played: list[RolloutGroup] = field(factory=list, init=False)
+    rejected: "Counter[str]" = field(factory=Counter, init=False)
+    """Number of groups that the filter rejected, by reason."""
+    limit: int = field(init=False)
+    """Most groups that may be started."""
+
+    def __attrs_post_init__(self) -> None:
+        self.limit = max(self.started, int(self.plan.budget * self.plan.groups))
+
+    def wants_another(self, group: RolloutGroup) -> bool:
+        """Counts a group that has been played; returns whether another one has to be started in its place.
+
+        Raises:
+            RewardError: one has to be, but as many as the plan's budget allows were.
+        """
+        self.played.append(group)
+        reason = group.rejection(self.plan.group_filter)
+        if reason is not None:
+            self.rejected[reason] += 1
+        # A group whose episodes all failed counts against the failure budget; no other takes its place.
+        replaceable = reason not in (None, EMPTY)
+        still_possible = self.started - self.rejected.total() + self.rejected[EMPTY]
+        if not replaceable or still_possible >= self.missing:
+            return False
+        if self.started >= self.limit:
+            kept = len(self.played) - self.rejected.total()
+            raise exhausted(self.started, self.missing, kept, self.rejected)
+        self.started += 1
+        return True
 
 
 class GroupSampler:
@@ -113,50 +153,35 @@ class GroupSampler:
         return deal.prompt
 
     async def _take(self, rollouts_left: int) -> tuple[list[RolloutGroup], dict[str, float]]:
-        plan = self._plan
-        missing = plan.groups - len(self._ready)
-        wanted = min(plan.in_flight, plan.groups * rollouts_left - len(self._ready))
-        played: list[RolloutGroup] = []
-        rejected: Counter[str] = Counter()
-        limit = max(wanted, int(plan.budget * plan.groups))
+        missing = self._plan.groups - len(self._ready)
+        wanted = min(self._plan.in_flight, self._plan.groups * rollouts_left - len(self._ready))
+        tally = _Tally(self._plan, missing=missing, started=wanted)
         if missing > 0:
-            started = wanted
-
-            def refill(group: RolloutGroup) -> bool:
-                nonlocal started
-                played.append(group)
-                reason = group.rejection(plan.group_filter)
-                if reason is not None:
-                    rejected[reason] += 1
-                # A group whose episodes all failed counts against the failure budget; no other takes its place.
-                if reason in (None, EMPTY) or started - rejected.total() + rejected[EMPTY] >= missing:
-                    return False
-                if started >= limit:
-                    raise exhausted(started, missing, len(played) - rejected.total(), rejected)
-                started += 1
-                return True
-
-            stream = self._rollout.stream(
-                (self._deal() for _ in itertools.count()),
-                self._params,
-                samples=plan.samples,
-                groups=wanted,
-                refill=refill,
-                group_ids=itertools.count(self._dealer.next_group),
-                greedy_baseline=plan.greedy_baseline,
-                judge=plan.judge,
-            )
-            async for _ in stream:
-                pass
-        played.sort(key=lambda group: group.group_id)
+            await self._play(wanted, tally)
+        played = sorted(tally.played, key=lambda group: group.group_id)
         self._ready += [group for group in played if self._kept(group)]
         if not self._ready:
             raise unrewarded(played)
-        taken, self._ready = self._ready[: plan.groups], self._ready[plan.groups :]
+        taken, self._ready = self._ready[: self._plan.groups], self._ready[self._plan.groups :]
         self._deals = {group.group_id: self._deals[group.group_id] for group in self._ready}
         self._dealer.learn(played)
         kept = {"rollout/kept_for_next": float(len(self._ready))}
-        return taken, sampling_metrics(played, rejected) | kept | self._rollout.admission.metrics()
+        return taken, sampling_metrics(played, tally.rejected) | kept | self._rollout.admission.metrics()
+
+    async def _play(self, groups: int, tally: "_Tally") -> None:
+        """Plays so many groups, and others in the place of those that the tally wants replaced."""
+        stream = self._rollout.stream(
+            (self._deal() for _ in itertools.count()),
+            self._params,
+            samples=self._plan.samples,
+            groups=groups,
+            refill=tally.wants_another,
+            group_ids=itertools.count(self._dealer.next_group),
+            greedy_baseline=self._plan.greedy_baseline,
+            judge=self._plan.judge,
+        )
+        async for _ in stream:  # the tally has them
+            pass
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state, JSON-serialisable; groups kept for the next rollout are positions in the stream."""
