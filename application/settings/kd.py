@@ -31,15 +31,15 @@ class TeacherConfig:
     )
     url: str | None = setting(
         None,
-        "Address of a server that has this model, http://host:8000, such as `vllm serve`: its predictions are asked "
-        "for once, with kd.cache or kd.spans; of the model's files only tokenizer and configuration are read. The "
-        "environment variable ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
+        "Address of a server that has this model, http://host:8000, such as `vllm serve`. It is asked for its "
+        "predictions once, with kd.cache or kd.spans. Of the model's files only tokenizer and configuration are read. "
+        "The environment variable ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
     )
     urls: dict[str, str] | None = setting(
         None,
-        "Addresses of servers with a teacher each for the examples of one datasource, asked as url is: --teacher.urls "
-        "math http://one:8000 code http://two:8000. Those of other datasources have url's. Of several models on a "
-        "server one is asked for as MODEL@http://two:8000.",
+        "Addresses of servers, each with the teacher for the examples of one datasource, asked as url is: "
+        "--teacher.urls math http://one:8000 code http://two:8000. Examples of other datasources have url's. Where a "
+        "server has several models, MODEL@http://two:8000 names one.",
     )
 
     @property
@@ -77,8 +77,8 @@ class DistillationConfig:
     spans: bool = setting(
         False,
         "Compare how likely spans of text are rather than tokens, so that the teacher may have other tokens "
-        "(approximate likelihood matching, arXiv:2503.20083). It says so once, before the first step, and that is kept "
-        "for later runs. The loss has temperature in the place of temperature^2.",
+        "(approximate likelihood matching, arXiv:2503.20083). The teacher's probabilities are computed once, before "
+        "the first step, and kept for later runs. The loss has temperature in the place of temperature^2.",
     )
 
 

@@ -41,10 +41,9 @@ class KTOSettings(FollowingSettings):
 
     loss: UnpairedLoss = setting(
         UnpairedLoss.KTO,
-        "kto: 1 - sigmoid(beta (r - z)) of a good reply and 1 - sigmoid(beta (z - r)) of a bad one, r its log-ratio "
-        "against the reference and z the mean of r over the step's prompts with other prompts' replies, at least 0 "
-        "(Ethayarajh et al. 2024, arXiv:2402.01306). apo_zero_unpaired: z is 0, for good replies better than the "
-        "model's.",
+        "kto: 1 - sigmoid(beta (r - z)) of a good reply and 1 - sigmoid(beta (z - r)) of a bad one (Ethayarajh et al. "
+        "2024, arXiv:2402.01306). r is the reply's log-ratio; z, at least 0, is the mean of r over the step's prompts "
+        "with other prompts' replies. apo_zero_unpaired: z is 0, for good replies better than the model's.",
     )
     beta: float = setting(0.1, "Scale of the log-ratios against the reference.", POSITIVE)
     desirable_weight: float = setting(1.0, "Weight of the loss of good replies.", NOT_NEGATIVE, only_if=UNBALANCED)

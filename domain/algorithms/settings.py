@@ -88,11 +88,12 @@ class KLSettings:
     use_loss: bool = setting(False, "Add KL to the loss rather than to the reward.", only_if=WITH_KL)
     teacher_template: str | None = setting(
         None,
-        "What the reference reads in the place of a prompt's last user message, so that it teaches what it knows from "
-        "more: {prompt} is the text of that message, {label} the label, {passed_reply} another reply to the prompt "
-        "that passed, {passed_answer} the same without its <think>...</think>, and {reward_feedback} what the reward "
-        "says of a reply that did not (SDPO; without any of them a reply is not taught), {NAME} a column of the row; a "
-        "part in [[ ]] is left out where a place in it has nothing. The template itself, or a text file.",
+        "Text that the reference reads in the place of a prompt's last user message, so that it teaches what it knows "
+        "from more (opsd, sdpo); the text itself, or a file. Fields: {prompt}, the text of that message; {label}; "
+        "{NAME}, a column of the row; of judged replies {passed_reply}, another reply to the prompt that passed, "
+        "{passed_answer}, the same without its <think>...</think>, and {reward_feedback}, what the reward says of a "
+        "reply that did not pass. A part in [[ ]] is left out where a field in it has nothing; a reply of which fields"
+        " outside have nothing is not taught.",
         only_if=WITH_KL,
     )
     ref_sync_steps: int | None = setting(
@@ -206,10 +207,11 @@ class CorrectionSettings:
 
     level: CorrectionLevel = setting(
         CorrectionLevel.AUTO,
-        "Where the importance ratio is taken: token, sequence (the product) or geometric (its geometric mean); off "
-        "corrects nothing. auto is token where samples may be older than the weights (train.async_enable with "
-        "max_staleness 1 or more, over-sampling) or vLLM quantises (vllm.extra.quantization, kv_cache_dtype) and "
-        "algo.old_logprobs does not correct for it, else off; --dry_run and the start of a run say which.",
+        "Scope of the importance ratio: token, sequence (the product of its tokens'), geometric (their geometric "
+        "mean), or off for no correction. auto is token where samples may be older than the weights "
+        "(train.async_enable with max_staleness 1 or more, over-sampling) or vLLM quantises (vllm.extra.quantization, "
+        "kv_cache_dtype), unless algo.old_logprobs corrects for it; else off. --dry_run and the start of a run say "
+        "which.",
     )
     mode: CorrectionMode = setting(
         CorrectionMode.TRUNCATE, "truncate the ratio at high, clip it to low and high, or mask what lies outside."

@@ -206,8 +206,8 @@ class ModelConfig:
     dtype: DType = setting(
         DType.AUTO,
         "Compute format of all models of the run, wherever they compute; auto is bfloat16 where the hardware "
-        "multiplies it natively, else float32. float16 rounds eight times less than bfloat16 but overflows early: "
-        "its loss is scaled, and steps whose gradients overflow are skipped.",
+        "multiplies it natively, else float32. float16 rounds eight times finer than bfloat16 but overflows early: its"
+        " loss is scaled, and steps whose gradients overflow are skipped.",
     )
     float32_head: bool = setting(
         False,
@@ -306,10 +306,10 @@ class ActorConfig(PolicyLossSettings, ModelConfig):
 
     router_replay: RouterReplay = setting(
         RouterReplay.NONE,
-        "Experts of a mixture that the tokens of an update are sent to: none those that its routers choose, trainer "
-        "those that they chose before the first update with these tokens (R2), engine those that they were sent to "
-        "when they were sampled (R3), also where log-probs before the update are computed. Weights of the experts, and "
-        "gradients, are the routers' own.",
+        "Experts of a mixture to which an update sends its tokens. none: those that the routers choose now. trainer: "
+        "those that they chose before the first update with these tokens (R2). engine: those that the tokens went to "
+        "when they were sampled (R3), also for log-probs before the update. Weights of the experts, and gradients, are "
+        "the routers' own.",
     )
     freeze_visual_encoder: bool = frozen_tower_setting()
 

@@ -28,7 +28,7 @@ def fetch_setting() -> Any:
     return setting(
         FetchImages.NEVER,
         "Addresses from which images that rows name by URL (http, https) are fetched, once, before the first step: "
-        "never, public, or any, those of this machine and its own network too. They are kept in rollgrad/images in "
-        "XDG_CACHE_HOME or ~/.cache.",
+        "never; public, those of the public network; or any, also those of this machine and its own network. They are "
+        "kept in rollgrad/images in XDG_CACHE_HOME or ~/.cache.",
         only_if=WITH_IMAGES,
     )

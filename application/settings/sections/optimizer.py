@@ -52,9 +52,9 @@ DECAYS_LATE = Condition(
 )
 
 SCHEDULE = (
-    "Learning rate after warm-up: constant; linear or cosine_with_min_lr, which fall to the floor until the run's end; "
-    "or warmup_stable_decay, which keeps the peak and falls linearly at the end, so that a run may be made longer "
-    "before it does (Hu et al. 2024, arXiv:2404.06395)."
+    "Learning rate after warm-up: constant; linear or cosine_with_min_lr, which fall to the floor until the run's end;"
+    " or warmup_stable_decay, which keeps the peak and falls linearly at the end, so that a run may be made longer "
+    "before the fall (Hu et al. 2024, arXiv:2404.06395)."
 )
 """Text of the setting `lr_scheduler`."""
 

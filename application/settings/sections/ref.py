@@ -36,16 +36,16 @@ class ServedRefConfig(RefConfig):
 
     url: str | None = setting(
         None,
-        "Address of a server that has the reference, http://host:8000, such as `vllm serve`: it is asked for the "
-        "log-probs of replies or, with the full estimator, for its most likely tokens; of ref.model_name_or_path (by "
+        "Address of a server that has the reference, http://host:8000, such as `vllm serve`. It is asked for the "
+        "log-probs of replies or, with the full estimator, for its most likely tokens. Of ref.model_name_or_path (by "
         "default the actor's) only tokenizer and configuration are read. The environment variable "
         "ROLLGRAD_ENGINE_TOKEN is sent as a bearer token.",
     )
     urls: dict[str, str] | None = setting(
         None,
-        "Addresses of servers with a teacher each for the prompts of one datasource: --ref.urls math http://one:8000 "
-        "code http://two:8000. Those of other datasources have ref.url's. Of several models on a server one is asked "
-        "for as MODEL@http://two:8000.",
+        "Addresses of servers, each with the teacher for the prompts of one datasource: --ref.urls math "
+        "http://one:8000 code http://two:8000. Prompts of other datasources have ref.url's. Where a server has several"
+        " models, MODEL@http://two:8000 names one.",
     )
 
     @property

@@ -134,9 +134,9 @@ class RewardConfig(ShapingSettings):
     )
     judge_rubric_key: str | None = setting(
         None,
-        "Column with the criteria of a row, each of which the judge is asked about by itself ({criterion} in the "
-        "question): texts, or mappings with criterion and weight. The reward is the sum of weight x judgement, which "
-        "judge_range makes 0 to 1, over that of the positive weights.",
+        "Column with the criteria of a row: texts, or mappings with criterion and weight. The judge is asked about "
+        "each by itself ({criterion} in the question). The reward is the sum of weight x judgement, which judge_range "
+        "makes 0 to 1, over the sum of the positive weights.",
         only_if=BY_JUDGE,
     )
     verifier: Verifier | None = setting(

@@ -45,9 +45,9 @@ class RolloutConfig:
     n_samples_per_prompt: int = setting(1, "Samples of each prompt: one group.", COUNT)
     generate_batch_size: int | None = setting(
         None,
-        "Groups in flight at once; default: batch_size. More (over-sampling) keeps what a rollout does not need for "
-        "the next one, where it is one update old, which algo.correction corrects. With train.async_enable the "
-        "default, and the most, is all that the bound on staleness lets through.",
+        "Groups in flight at once; default: batch_size. With more (over-sampling) a rollout keeps what it does not "
+        "need for the next one, where it is one update old, which algo.correction corrects. With train.async_enable "
+        "the default, and the most, is all that the bound on staleness lets through.",
         COUNT,
     )
     temperature: float = setting(

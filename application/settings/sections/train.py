@@ -35,8 +35,8 @@ COLOCATED = Condition(
     "turn on --train.colocate_all",
 )
 ON_STEP = (
-    "Python file, or module (my_lib.watch), with a function on_step(step, metrics, groups), or FILE:NAME: it is called "
-    "after each step, returns metrics of its own or None, and ends the run by rollgrad.StopTraining. An async def "
+    "Python file, or module (my_lib.watch), with a function on_step(step, metrics, groups), or FILE:NAME. It is called"
+    " after each step, returns metrics of its own or None, and may end the run by rollgrad.StopTraining. An async def "
     "on_step(step, metrics, groups, run) may ask the run for replies and evaluations."
 )
 """Help of `on_step_path` of every trainer."""
