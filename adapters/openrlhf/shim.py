@@ -122,6 +122,47 @@ class AgentExecutorBase(ABC):
         """Returns the episode's tokens, action ranges, log-probs and reward."""
 
 
+@define
+class _Episode:
+    """What an episode of several turns has recorded so far."""
+
+    text: str = ""
+    tokens: list[int] = field(factory=list)
+    logprobs: list[float] = field(factory=list)
+    """A log-prob for each token, 0 where the policy did not sample it."""
+    ranges: list[tuple[int, int]] = field(factory=list)
+    """The positions of each action."""
+    earned: float = 0.0
+    """Sum of all rewards."""
+    reward: float | None = 0.0
+    """`earned`; None if the last step had no reward, so that the run's reward judges the episode."""
+    score: Any = None
+    logs: dict[str, float] = field(factory=dict)
+
+    def write(self, text: str, hf_tokenizer: Any) -> None:
+        """Appends text that the policy did not sample."""
+        written = list(hf_tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+        self.text += text
+        self.tokens += written
+        self.logprobs += [0.0] * len(written)
+
+    def act(self, action: CompletionOutput) -> None:
+        """Appends what the policy sampled."""
+        pairs = zip(action.token_ids, action.logprobs, strict=True)
+        self.ranges.append((len(self.tokens), len(self.tokens) + len(action.token_ids)))
+        self.text += action.text
+        self.tokens += action.token_ids
+        self.logprobs += [choices[token].logprob for token, choices in pairs]
+
+    def judge(self, answer: Any) -> None:
+        """Notes the rewards, scores and logs of a step's answer."""
+        given = answer.get("rewards")
+        self.earned += 0.0 if given is None else number(given, "rewards")
+        self.reward = None if given is None else self.earned
+        self.score = answer.get("scores")
+        self.logs |= metrics(answer.get("extra_logs"))
+
+
 class MultiTurnAgentExecutor(AgentExecutorBase):
     """Plays `agent_instance_cls` turn by turn."""
 
@@ -140,40 +181,33 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     ) -> dict[str, Any]:
         """Plays the episode, for subclasses that extend it; any other class is played by rollgrad's own executor."""
         instance = self.agent_instance_cls()
-        text = await open_episode(instance, prompt, label)
-        tokens = list(hf_tokenizer(text, add_special_tokens=False)["input_ids"])
-        ranges: list[tuple[int, int]] = []
-        logprobs, logs = [0.0] * len(tokens), dict[str, float]()
-        reward: float | None = 0.0
-        earned = 0.0
-        params, score, done = sampling_params.clone(), None, False
-        while not done and len(tokens) < max_length:
+        episode = _Episode()
+        episode.write(await open_episode(instance, prompt, label), hf_tokenizer)
+        params, done = sampling_params.clone(), False
+        while not done and len(episode.tokens) < max_length:
             turn = params.clone()
-            turn.max_tokens = min(turn.max_tokens or max_length, max_length - len(tokens))
-            output = (await llm_engine.generate(tokens, turn)).outputs[0]
-            ranges.append((len(tokens), len(tokens) + len(output.token_ids)))
-            tokens += output.token_ids
-            logprobs += [choice[token].logprob for token, choice in zip(output.token_ids, output.logprobs, strict=True)]
-            states = {"observation_text": text, "action_text": output.text, "label": label, "sampling_params": params}
+            turn.max_tokens = min(turn.max_tokens or max_length, max_length - len(episode.tokens))
+            action = (await llm_engine.generate(episode.tokens, turn)).outputs[0]
+            states = {
+                "observation_text": episode.text,
+                "action_text": action.text,
+                "label": label,
+                "sampling_params": params,
+            }
+            episode.act(action)
             answer = await instance.step(states)
-            done, given = bool(required(answer, "done", "step()")), answer.get("rewards")
-            earned += 0.0 if given is None else number(given, "rewards")
-            reward, score = (None if given is None else earned), answer.get("scores")
-            logs |= metrics(answer.get("extra_logs"))
-            feedback = "" if done else str(answer.get("environment_feedback") or "")
-            written = hf_tokenizer(feedback, add_special_tokens=False)["input_ids"] if feedback else []
-            text += output.text + feedback
-            tokens += written
-            logprobs += [0.0] * len(written)
+            done = bool(required(answer, "done", "step()"))
+            episode.judge(answer)
+            episode.write("" if done else str(answer.get("environment_feedback") or ""), hf_tokenizer)
             params = answer.get("sampling_params") or params
         return {
             "prompt": prompt,
             "label": label,
-            "observation_tokens": tokens[:max_length],
-            "action_ranges": ranges,
-            "rollout_log_probs": logprobs[:max_length],
+            "observation_tokens": episode.tokens[:max_length],
+            "action_ranges": episode.ranges,
+            "rollout_log_probs": episode.logprobs[:max_length],
             "truncated": not done,
-            "reward": reward,
-            "scores": reward if score is None else score,
-            "extra_logs": logs,
+            "reward": episode.reward,
+            "scores": episode.reward if episode.score is None else episode.score,
+            "extra_logs": episode.logs,
         }
