@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rollgrad.adapters.models.deepspeed import tensor_parallel
-from rollgrad.adapters.models.deepspeed.partition import fetch_heads, own_run, partition
+from rollgrad.adapters.models.deepspeed.partition import fetch_heads, fetch_mixtures, own_run, partition
 from rollgrad.adapters.models.deepspeed.processes import deepspeed_library
-from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, engine_config, make_adam
+from rollgrad.adapters.models.deepspeed.settings import DeepSpeedSettings, engine_config, make_adam, with_masters
 from rollgrad.adapters.models.torch.loading.weight_shards import whole_shape
 from rollgrad.adapters.models.torch.optimizers.ema import MovingAverage
 from rollgrad.adapters.models.torch.optimizers.loss_scaling import Scaling
@@ -34,7 +33,7 @@ from rollgrad.adapters.models.torch.optimizers.sleeping import SleepingTensors
 from rollgrad.adapters.models.torch.optimizers.stored_state import StoredTensor, whole_tensor, write_parts
 from rollgrad.adapters.models.torch.optimizers.trained_module import TrainedModule, Whole, as_it_is
 from rollgrad.adapters.models.torch.optimizers.untrained_parameters import GradientProof
-from rollgrad.application.settings.sections.ds import GRADIENTS, PARAMETERS
+from rollgrad.application.settings.sections.ds import PARAMETERS
 from rollgrad.domain.batches.metrics import Common
 
 
@@ -53,43 +52,44 @@ class DeepSpeedModule(TrainedModule):
     divided = True
 
     def __init__(self, module: nn.Module, settings: OptimizerSettings, *, division: DeepSpeedSettings) -> None:
-        deepspeed = deepspeed_library()
-        self._settings = settings
-        self.first = deepspeed.comm.get_rank() == 0
         dtype = next(parameter.dtype for parameter in module.parameters() if parameter.requires_grad)
-        if dtype != torch.float32:  # below this stage DeepSpeed keeps no float32 masters, or in another optimizer
-            division = evolve(division, zero_stage=max(division.zero_stage, GRADIENTS))
-        plain = division.zero_stage == 0 and dtype == torch.float32  # DeepSpeed then steps torch's own optimizer
-        config = engine_config(settings, division, [p for p in module.parameters() if p.requires_grad], clips=not plain)
+        division = with_masters(division, dtype)
+        self._settings, self._stage = settings, division.zero_stage
+        self.first = deepspeed_library().comm.get_rank() == 0
+        clips = self._stage > 0 or dtype != torch.float32  # otherwise DeepSpeed steps torch's own optimizer
+        # No list of the parameters outlives this call: it would keep shares in memory that `partition` replaces.
+        config = engine_config(settings, division, [p for p in module.parameters() if p.requires_grad], clips=clips)
+
+        # Layers are divided before DeepSpeed takes the module; sizes are those of whole parameters, by name.
         if division.tensor_parallel_size == 1:
             partition(module, config)
         else:
             tensor_parallel.make_rest_whole(module)
         sizes = {name: math.prod(whole_shape(p)) * p.element_size() for name, p in module.named_parameters()}
-        self._stage = division.zero_stage
         if self._stage == PARAMETERS:
-            mixtures = {type(part) for part in module.modules() if hasattr(part, "experts")}
-            if mixtures:  # processes send tokens to different experts, but must fetch the same parameters
-                deepspeed.utils.set_z3_leaf_modules(module, list(mixtures))
+            fetch_mixtures(module)
             fetch_heads(module)
-        self._norm: float | None = None
         self._engine = tensor_parallel.initialize(
             module,
             config,
             size=division.tensor_parallel_size,
-            optimizer=lambda _: self._make_stepping(module, division, clips=plain),
+            optimizer=lambda _: self._make_stepping(module, division, clips=not clips),
         )
+        self._optimizer, self._size = self._engine.optimizer, self._engine.dp_world_size
+
+        # Tensor parallelism may have replaced parameters: only now the module has those that are trained.
         self._named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._sizes = {p: sizes[name] for name, p in module.named_parameters()}
         self._device = self._named[0][1].device
+        self._norm: float | None = None
         self._largest: dict[str, Tensor] = {}
-        self._proof = GradientProof([name for name, _ in self._named], tells=self.first)
-        self._scaling = Scaling(module, tells=self.first)
-        self._keys = moment_keys(module, muon=settings.muon is not None)
         for name, parameter in self._named:
             parameter.register_hook(partial(self._note_gradient, name))  # type: ignore[no-untyped-call]
-        self._optimizer, self._size = self._engine.optimizer, self._engine.dp_world_size
+        self._proof = GradientProof([name for name, _ in self._named], tells=self.first)
+        self._scaling = Scaling(module, tells=self.first)
+
         self.steps = 0
+        self._keys = moment_keys(module, muon=settings.muon is not None)
         self._make_moments()
         masters = [master for master, _ in self._masters()]
         beta, every = settings.ema_beta, settings.ema_every

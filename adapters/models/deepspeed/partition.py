@@ -27,6 +27,16 @@ def fetch_heads(module: nn.Module) -> None:
                 zero.register_external_parameter(scorer, weight)
 
 
+def fetch_mixtures(module: nn.Module) -> None:
+    """Makes ZeRO-3 fetch all experts of a layer together: processes send tokens to different experts, but must fetch
+    the same parameters."""
+    from deepspeed.utils import set_z3_leaf_modules
+
+    mixtures = {type(part) for part in module.modules() if hasattr(part, "experts")}
+    if mixtures:
+        set_z3_leaf_modules(module, list(mixtures))
+
+
 def partition(module: nn.Module, config: Mapping[str, Any]) -> None:
     """Divides a module with sharded weights as the ZeRO-3 of DeepSpeed's `config` does, one parameter at a time; any
     other module is left to DeepSpeed, which divides it when it is whole.

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import Factory, frozen
+from attrs import Factory, evolve, frozen
 from torch import Tensor, nn
 
 from rollgrad.adapters.models.deepspeed.extra import config_problems, merged
 from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
-from rollgrad.application.settings.sections.ds import BUCKET_NUMBERS, PARAMETERS
+from rollgrad.application.settings.sections.ds import BUCKET_NUMBERS, GRADIENTS, PARAMETERS
 from rollgrad.domain.control.loss_scale import FIRST
 from rollgrad.domain.errors import ConfigurationError, raise_together
 
@@ -37,6 +37,14 @@ class DeepSpeedSettings:
     """Neighbouring processes that divide each layer among them; ZeRO then divides the share of each."""
     extra: Mapping[str, Any] = Factory(dict)
     """Further keys of DeepSpeed's configuration."""
+
+
+def with_masters(division: DeepSpeedSettings, dtype: torch.dtype) -> DeepSpeedSettings:
+    """Returns a division at whose stage DeepSpeed keeps float32 masters of parameters of `dtype` in the optimizer that
+    is handed to it: in 16 bits it does so from stage 2 on."""
+    if dtype == torch.float32:
+        return division
+    return evolve(division, zero_stage=max(division.zero_stage, GRADIENTS))
 
 
 def number_format(parameter: Tensor) -> dict[str, Any]:
