@@ -5,11 +5,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
 from attrs import evolve, field, frozen
 
 from rollgrad.adapters.ray.session import own_gpus, ray_module
 from rollgrad.adapters.system.waiting import waiting_for
 from rollgrad.domain.errors import ConfigurationError
+
+log = structlog.get_logger(__name__)
 
 SHARE = 0.2
 """Share of a bundle's CPU and GPU for a process that shares the bundle with other roles."""
@@ -130,10 +133,16 @@ class Placement:
         return tuple(device for devices in found for device in devices)
 
     def remove(self) -> None:
-        """Returns the reservation; processes in it are killed."""
+        """Returns the reservation; processes in it are killed. Where Ray does not answer, it ends with this process."""
+        from ray.exceptions import RayError
         from ray.util.placement_group import remove_placement_group
 
-        remove_placement_group(self._group)
+        try:
+            remove_placement_group(self._group)
+        except RayError as error:
+            log.warning(
+                "Ray does not take a reservation back: it ends with this process", of=self._name, reason=str(error)
+            )
 
 
 def by_machine(machines: Sequence[str], first: str) -> list[int]:
