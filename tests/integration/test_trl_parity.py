@@ -837,6 +837,24 @@ def test_accumulated_gradients_equal_those_of_the_whole_batch(
         assert (gradient_N - total.gradient_N).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(("loss_type", "aggregation"), [("dapo", "token_mean"), ("grpo", "sequence_mean")])
+def test_each_optimizer_step_of_a_generation_is_a_mean_of_its_own(case: Case, loss_type: str, aggregation: str) -> None:
+    """TRL divides the sums of `dapo` by the mean number of tokens of the generation's steps."""
+    both = piece(case, 0, 2 * SAMPLES)
+    for low in (0, SAMPLES):
+        step = piece(case, low, low + SAMPLES)
+        trl = run_trl(
+            "GRPOTrainer",
+            step,
+            loss_type=loss_type,
+            steps_per_generation=2,
+            accelerator=Gathering(both.mask_N.sum()),
+        )
+        loss, gradient_N = run_ours(step, aggregation, objective_of())
+        share = 2 * step.mask_N.sum() / both.mask_N.sum() if loss_type == "dapo" else torch.ones(())
+        agree(trl, (loss * share, gradient_N * share))
+
+
 def test_a_sequence_without_actions_counts_in_trl_only(case: Case) -> None:
     """TRL's mean over sequences includes those without actions, ours does not."""
     masked = evolve(case, mask_N=case.mask_N & (case.sequence_N != 0))
