@@ -56,7 +56,7 @@ OTHERWISE: Mapping[str, str] = {
     "not 0",
     "gdpo": "the last normalisation is over replies, in verl over tokens, where KL in the reward has no effect",
 }
-"""What estimators do otherwise than verl's of the same name."""
+"""Differences of estimators from verl's of the same name."""
 
 BEYOND_OUTCOMES = ("optimal_token_baseline", "gdpo")
 """Estimators that compare samples of a group, but in verl not by the outcome with its penalties."""
