@@ -107,7 +107,11 @@ SELDOM: Mapping[str, str] = {
         "models are divided by DeepSpeed or FSDP2: see --cluster.strategy.",
     ),
     "reward_model.model.use_remove_padding": PACKED,
-    **{f"{model}.optim.{key}": why for model in (ACTOR, "critic") for key, why in (MEGATRONS | OTHER_ENGINES).items()},
+    **{
+        f"{model}.optim.{key}": why
+        for model in (ACTOR, "critic")
+        for key, why in {**MEGATRONS, **OTHER_ENGINES}.items()
+    },
     "trainer.checkpoint_callback_class": "see --train.on_step_path, whose function is called after each step.",
     f"{ROLLOUT}.router_config_path": "each request goes to the engine with the fewest.",
     "hydra": "the run's files are in --ckpt.output_dir.",
