@@ -127,6 +127,11 @@ def survey(rows: Rows, size: int, builder: PromptBuilder, *, setting: str) -> Su
     if found.broken:
         raise DataError(found.refusal(size))
     result = found.survey()
+    if found.answered:
+        log.warning(
+            f"{found.answered} of {size} prompts of {setting} end with an assistant's message, so that the model reads "
+            "a reply before it writes its own: end them with what it is to answer, such as the user's message"
+        )
     _report(result, builder.data)
     return result
 
@@ -144,6 +149,8 @@ class _Findings:
         self._tasks: set[int] = set()
         self._datasources: set[str] = set()
         self._plain = 0
+        self.answered = 0
+        """Number of conversations that end with a reply."""
         self._content = hashlib.sha256()
         self.broken: dict[int, str] = {}
         """Why a row cannot be used, by its number from 1."""
@@ -174,6 +181,7 @@ class _Findings:
         datasource = datasource_of(row)
         self._datasources.add(datasource)
         draft = self._builder.draft(row, datasource)
+        self.answered += bool(draft.messages) and draft.messages[-1].get("role") == "assistant"
         if not draft.has_images:
             self._plain += 1
             self._tasks.add(hash(task))

@@ -134,6 +134,18 @@ def test_a_row_that_cannot_even_be_read_is_found_by_its_number(tiny_tokenizer: A
         DatasetPromptSource(Decoded([{"input": "z"}] * 5), builder, seed=0)
 
 
+def test_prompts_that_end_with_a_reply_are_told(tiny_tokenizer: Any) -> None:
+    """Rows of fine-tuning hold the answer, which a prompt must not show."""
+    question, answer = {"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "7"}
+    rows = [{"input": messages} for messages in ([question], [question, answer], [question, answer, question])]
+    builder = PromptBuilder(TemplateCodec(tiny_tokenizer), DataConfig())
+    with capture_logs() as said:
+        DatasetPromptSource(rows, builder, seed=0)
+        DatasetPromptSource(rows[::2], builder, seed=0)
+    (warning,) = [line["event"] for line in said if line["log_level"] == "warning"]
+    assert warning.startswith("1 of 3 prompts of data.prompt_dataset end with an assistant's message")
+
+
 def test_the_number_of_broken_rows_is_told(make: Make) -> None:
     with pytest.raises(DataError, match=r"Row 2 .*3 of 5 rows cannot be used: 2, 4, 5\. Mend them or leave them out"):
         make(["z", "", "z", None, ""])
