@@ -15,6 +15,7 @@ from rollgrad.domain.errors import DataError
 PROMPT_COLUMNS = ("prompt", "question", "problem", "input", "instruction")
 LABEL_COLUMNS = ("answer", "solution", "label", "ground_truth", "final_answer", "target")
 RESULT = " (answer is usually the result, which a reward compares with, and solution the way to it)"
+ALPACA = " (where a prompt is the instruction with its input, as in Alpaca's rows, write both into one column first)"
 SPEAKERS = {"role", "from"}
 """Keys of a message, of which it has one."""
 VERL_LABEL = "reward_model.ground_truth"
@@ -109,7 +110,8 @@ def _find_prompt(row: Mapping[str, Any], datasource: str) -> str:
             f"{datasource!r} has no column that is known to hold prompts ({', '.join(PROMPT_COLUMNS)}): set "
             f"--data.input_key to one of its columns ({_names(row)})."
         )
-    return _only(found, datasource, "the prompt", "--data.input_key")
+    hint = ALPACA if {"instruction", "input"} <= set(found) else ""
+    return _only(found, datasource, "the prompt", "--data.input_key", hint)
 
 
 def _find_label(row: Mapping[str, Any], datasource: str, *, labels_are_read: bool) -> str | None:

@@ -52,7 +52,10 @@ def test_columns_that_leave_no_doubt_are_taken(row: dict[str, Any], columns: tup
     ("row", "words"),
     [
         ({"question": "a", "problem": "b"}, "columns question and problem, .*--data.input_key"),
-        ({"instruction": "a", "input": "b", "output": "c"}, "columns input and instruction, .*--data.input_key"),
+        (
+            {"instruction": "a", "input": "b", "output": "c"},
+            "columns input and instruction, .*--data.input_key .*Alpaca's rows, write both into one column",
+        ),
         (
             {"prompt": "a", "answer": "b", "solution": "c", "label": "d"},
             "answer, solution and label, .*--data.label_key",
