@@ -250,18 +250,28 @@ class TemplateCodec(TextEncoder, ChatCodec):
         return end, following
 
     @cached_property
+    def _behind_reply(self) -> str:
+        """What the template writes behind a reply; empty if it requires other roles than user and assistant."""
+        mark = unused_character([])
+        conversation: list[Message] = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
+        try:
+            return self._apply(conversation, [], generation_prompt=False).rpartition(mark)[2]
+        except DataError:
+            return ""
+
+    @property
+    def unknown_end(self) -> str:
+        """Text with which the template ends a reply, if there is no token of the tokenizer's own in it; else empty."""
+        behind = self._behind_reply.strip() if self._tokenizer.chat_template else ""
+        return "" if any(token and token in behind for token in (*self._special, *self._written)) else behind
+
+    @cached_property
     def end_of_turn(self) -> str:
         """Implements `ChatCodec.end_of_turn`; without a chat template it is the tokenizer's end-of-sequence token."""
         closing = self._tokenizer.eos_token or ""
         if not self._tokenizer.chat_template:
             return closing
-        mark = unused_character([])
-        conversation: list[Message] = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
-        try:
-            text = self._apply(conversation, [], generation_prompt=False)
-        except DataError:  # the template requires other roles
-            return closing
-        behind = text.rpartition(mark)[2]
+        behind = self._behind_reply
         written = [token for token in self._special if token and token in behind]
         # The first one ends the turn; a second one (Phi-3's eos) ends the conversation.
         return min(written, key=lambda token: (behind.find(token), -len(token)), default=closing)

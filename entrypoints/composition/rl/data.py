@@ -53,6 +53,7 @@ def make_rollouts(config: RLConfig, prompts: PromptSource) -> int:
 
 def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> DatasetPromptSource:
     """Returns the prompts of datasets; `environment` plays them, if it is not None."""
+    _note_end(config, codec)
     data = config.data
     builder = _builder(config, codec, _teacher(config), unlabelled=config.reward.majority_vote)
     dataset = load_dataset(
@@ -69,6 +70,7 @@ def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any
 
 def make_row_source(rows: Rows, config: RLConfig, codec: TemplateCodec, environment: Any) -> DatasetPromptSource:
     """Returns the prompts of rows that the caller brings; `environment` plays them, if it is not None."""
+    _note_end(config, codec)
     builder = _builder(config, codec, _teacher(config), unlabelled=config.reward.majority_vote)
     seed, most = config.train.seed, config.data.max_samples
     source = DatasetPromptSource(rows, builder, seed=seed, max_samples=most, setting="prompts")
@@ -77,6 +79,7 @@ def make_row_source(rows: Rows, config: RLConfig, codec: TemplateCodec, environm
 
 def make_gym_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> ReasoningGymPromptSource:
     """Returns prompts that reasoning-gym generates; `environment` plays them, if it is not None."""
+    _note_end(config, codec)
     data = config.data
     size = min(data.size, data.max_samples or data.size)
     seed, teacher = config.train.seed, _teacher(config)
@@ -213,6 +216,18 @@ def longest_told(config: RLConfig, survey: Survey) -> int:
 def _teacher(config: RLConfig) -> TeacherTemplate | None:
     template = config.algo.kl.teacher_template
     return None if template is None else TeacherTemplate.read(template)
+
+
+def _note_end(config: RLConfig, codec: TemplateCodec) -> None:
+    """Warns of a chat template that ends replies with a text in which no token of the tokenizer's own is, as one of
+    another family of models does."""
+    end = codec.unknown_end
+    if config.data.apply_chat_template and end and not any(stop in end for stop in config.rollout.stop_strings):
+        log.warning(
+            f"the chat template ends a reply with {end!r}, which the tokenizer does not have as a token, so that the "
+            "model will hardly end one there: set --data.chat_template to the template that it was trained with, or, "
+            "if it writes this text, --rollout.stop_strings to it"
+        )
 
 
 def _builder(

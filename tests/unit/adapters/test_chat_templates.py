@@ -274,3 +274,7 @@ def test_variables_reach_the_template_in_prompts_and_in_later_turns(thinks: bool
 def test_what_is_no_template_and_no_file_is_refused(value: str) -> None:
     with pytest.raises(ConfigurationError, match="which is no Jinja template and no file that can be read"):
         read_chat_template(value)
+
+
+def test_the_end_of_a_reply_of_each_family_is_known(codec: TemplateCodec) -> None:
+    assert not codec.unknown_end
