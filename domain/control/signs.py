@@ -123,7 +123,8 @@ def _describe_truncated(metrics: Metrics, run: LearningSettings, rollouts: int) 
         f"{metrics['rollout/truncated_share']:.0%} of the replies of {in_rollouts(rollouts)} were cut off (mean length "
         f"{metrics['rollout/response_length_mean']:.0f} tokens): the model is not seen to end a reply."
     )
-    return evidence, _bounds(run)
+    ends = "where that is room enough, at --data.chat_template and --rollout.stop_strings, by which replies end"
+    return evidence, f"{_bounds(run)}; {ends}"
 
 
 def _bounds(run: LearningSettings) -> str:

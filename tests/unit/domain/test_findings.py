@@ -67,7 +67,7 @@ GROWING = ("reward_follows_length", "mismatch_grows", "part_falls")
 LOOK_AT = {
     "constant_reward": "--data.label_key",
     "no_spread": "--rollout.n_samples_per_prompt",
-    "truncated": "--rollout.max_new_tokens, which is 24",
+    "truncated": "where that is room enough, at --data.chat_template and --rollout.stop_strings",
     "no_gradient": "--algo.advantage.estimator",
     "reference_left": "--algo.kl.init_coef",
     "kl_outweighs": "--algo.kl.init_coef",
