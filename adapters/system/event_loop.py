@@ -13,7 +13,10 @@ def run_to_end(work: Coroutine[Any, Any, Result]) -> Result:
     of its own; Ctrl-C cancels it."""
     try:
         asyncio.get_running_loop()
+        inside = True
     except RuntimeError:
+        inside = False
+    if not inside:  # behind the handler: what the work raises would be told as if the missing loop had caused it
         return asyncio.run(work)
     box: list[Result] = []
     errors: list[BaseException] = []
