@@ -7,6 +7,7 @@ import math
 from rollgrad.domain.algorithms.equality import reaches
 from rollgrad.domain.control.machine_signs import MACHINE_RULES
 from rollgrad.domain.control.rule import LearningSettings, Metrics, Rule, in_rollouts, in_steps
+from rollgrad.domain.control.tool_signs import TOOL_RULES
 
 WINDOW = 3
 """Rollouts in a row that a sign needs: chance, or a batch of easy prompts, gives one rollout without any spread."""
@@ -392,5 +393,6 @@ RULES = {
     "duplicates": Rule(sign=_duplicates, describe=_describe_duplicates),
     "clipped": Rule(sign=_clipped, describe=_describe_clipped),
     "part_falls": Rule(sign=_part_falls, describe=_describe_part_falls),
+    **TOOL_RULES,
     **MACHINE_RULES,
 }

@@ -50,6 +50,7 @@ EVIDENCE: Mapping[str, tuple[str, str | None]] = {
     "duplicates": ("rollout/duplicate_share", None),
     "clipped": ("policy/clip_high_share", None),
     "part_falls": ("reward/mean", None),
+    "tools_fail": ("reward/tool_errors", None),
     "evaluation_falls": ("eval/mean_stderr", None),
     "memory_full": ("memory/host_share", None),
     "recomputing": ("rollout/recomputed_share", None),
