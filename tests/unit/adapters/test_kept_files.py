@@ -17,6 +17,10 @@ from rollgrad.domain.episodes.messages import ToolResult
 from rollgrad.domain.errors import EngineError
 
 WAYS = ["none", "namespaces"] if code_run.namespaces_problem() is None else ["none"]
+ONE_WAY = pytest.mark.parametrize(
+    "tool", [*(pytest.param(way, marks=pytest.mark.wide) for way in WAYS[:-1]), WAYS[-1]], indirect=True
+)
+"""For what takes seconds, and has little to do with how code is contained."""
 
 
 @pytest.fixture(params=WAYS)
@@ -141,6 +145,7 @@ async def test_calls_of_one_reply_follow_each_other(tool: PythonTool) -> None:
     ],
     ids=["sparse", "many", "deep"],
 )
+@ONE_WAY
 async def test_too_many_or_too_large_files_are_not_kept_and_the_model_is_told(
     say: Callable[..., object], code: str
 ) -> None:
@@ -149,6 +154,7 @@ async def test_too_many_or_too_large_files_are_not_kept_and_the_model_is_told(
     assert await say("import os; os.listdir('.')") == "['kept']"
 
 
+@ONE_WAY
 async def test_as_many_bytes_as_a_call_may_write_are_kept(say: Callable[..., object]) -> None:
     size = (kept_files.KEPT_MB << 20) - kept_files.PLACE
     await say(f"open('a', 'wb').write(b'x' * {size})")
