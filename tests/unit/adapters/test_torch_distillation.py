@@ -36,9 +36,13 @@ from tests.compiled_layers import fusing_on_a_cpu, graphs
 VOCABULARY, HIDDEN, ROWS = 37, 16, 7
 
 
-@pytest.fixture(params=[1, 3, 1000])
+CHUNKS = [1, 3, 1000]
+"""Rows of a chunk: one, some that divide nothing, all at once."""
+
+
+@pytest.fixture(params=CHUNKS)
 def chunk_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Rows of a chunk: one, some that divide nothing, all at once."""
+    """Sets the rows of a chunk."""
     monkeypatch.setattr(chunked_logprobs, "CHUNK_BYTES", 4 * DISTILLED_SLICES * VOCABULARY * request.param)
     return int(request.param)
 
@@ -72,7 +76,19 @@ def coarse(p: Tensor, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize(("temperature", "scored"), [(1.0, 1.0), (2.0, 1.0), (0.7, 0.7)])
 @pytest.mark.parametrize("top_k", [None, 3])
-@pytest.mark.parametrize("size", [VOCABULARY - 4, VOCABULARY, VOCABULARY + 4])
+@pytest.mark.parametrize(
+    ("chunk_rows", "size"),
+    [
+        *((rows, VOCABULARY + 4) for rows in CHUNKS),
+        *((3, size) for size in (VOCABULARY - 4, VOCABULARY)),
+        *(
+            pytest.param(rows, size, marks=pytest.mark.wide)
+            for rows in (1, 1000)
+            for size in (VOCABULARY - 4, VOCABULARY)
+        ),
+    ],
+    indirect=["chunk_rows"],
+)
 def test_values_and_gradients_equal_plain_distributions(
     chunk_rows: int, beta: float, temperature: float, scored: float, top_k: int | None, size: int
 ) -> None:
@@ -115,7 +131,9 @@ CASES: dict[str, tuple[torch.dtype, LogitForm, DistillationSettings, int]] = {
 """Format of the weights, formula of the logits, settings of the divergence, and rows of the teacher's head."""
 
 
-@pytest.mark.parametrize("case", [pytest.param("reverse", marks=pytest.mark.wide), "between", "top"])
+@pytest.mark.parametrize(
+    "case", [*(pytest.param(case, marks=pytest.mark.wide) for case in ("reverse", "between")), "top"]
+)
 def test_the_divergence_is_the_same_fused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_logprobs, "CHUNK_BYTES", 4 * DISTILLED_SLICES * VOCABULARY * 4)
     dtype, form, settings, size = CASES[case]
