@@ -107,15 +107,18 @@ MACHINES: dict[str, tuple[torch.device, Callable[[], AbstractContextManager[None
     "gpu": (CUDA, nullcontext),
 }
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-ON_EACH = pytest.mark.parametrize(
-    ("machine", "dtype"),
-    [
-        *(("cpu", dtype) for dtype in ROUNDING),
-        *(("pretended gpu", dtype) for dtype in (torch.float32, torch.bfloat16)),
-        *(pytest.param("gpu", dtype, marks=pytest.mark.gpu) for dtype in ROUNDING if dtype != torch.float64),
-    ],
-    ids=str,
-)
+EACH: list[tuple[str, torch.dtype]] = [
+    *(("cpu", dtype) for dtype in ROUNDING),
+    *(("pretended gpu", dtype) for dtype in (torch.float32, torch.bfloat16)),
+    *(("gpu", dtype) for dtype in ROUNDING if dtype != torch.float64),
+]
+ON_BOTH = ("cpu", torch.float32), ("pretended gpu", torch.bfloat16)
+"""Where heads that are not `grouped` are computed, too: how numbers are rounded has nothing to do with heads."""
+
+
+def marks(machine: str, dtype: torch.dtype, kind: str = "grouped") -> list[pytest.MarkDecorator]:
+    narrow = kind == "grouped" or (machine, dtype) in ON_BOTH
+    return [pytest.mark.gpu] if machine == "gpu" else [] if narrow else [pytest.mark.wide]
 
 
 ON_A_GPU = {**ROUNDING, torch.float32: 1e-4}
@@ -129,9 +132,12 @@ def assert_close(found: list[Tensor], exact: list[Tensor], dtype: torch.dtype, m
         assert (mine.double() - theirs).norm() <= rounding * theirs.norm()
 
 
-@ON_EACH
+@pytest.mark.parametrize(
+    ("kind", "machine", "dtype"),
+    [pytest.param(kind, *each, marks=marks(*each, kind)) for kind in HEADS for each in EACH],
+    ids=str,
+)
 @pytest.mark.parametrize("window", [None, 7], ids=str)
-@pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_forest_is_what_float64_computes(
     form: str, kind: str, window: int | None, machine: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -165,7 +171,7 @@ def test_what_sinks_change_is_computed_in_float32() -> None:
     torch.testing.assert_close(_gradient_of_sinks(gradient, out, found, sinks).double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@ON_EACH
+@pytest.mark.parametrize(("machine", "dtype"), [pytest.param(*each, marks=marks(*each)) for each in EACH], ids=str)
 @pytest.mark.parametrize("window", [None, 100], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_decoding_is_what_float64_computes(
