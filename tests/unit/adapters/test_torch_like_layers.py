@@ -25,8 +25,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": [("linear_attention", "full_attention")[place % 2] for place in range(LAYERS)]},
 }
 """Settings of models with several kinds of layers, and some of one kind, one after the other."""
-LONG = "gemma3_text", "qwen3_5_text"
-"""Those among them that take longest."""
+MORE = "gpt2", "gemma3_text", "qwen3_5_text"
+"""Those among them that show what others do, or take longest."""
 
 
 def saved_config(architecture: str, path: Path) -> str:
@@ -64,9 +64,9 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("architecture", "kind"),
     [
-        *(pytest.param(name, Checkpointing.OFF, marks=pytest.mark.wide if name in LONG else ()) for name in KINDS),
+        *(pytest.param(name, Checkpointing.OFF, marks=pytest.mark.wide if name in MORE else ()) for name in KINDS),
         ("llama", Checkpointing.FULL),
-        ("llama", Checkpointing.SELECTIVE),
+        pytest.param("llama", Checkpointing.SELECTIVE, marks=pytest.mark.wide),
     ],
 )
 def test_what_a_few_layers_hold_tells_what_all_hold(
