@@ -33,8 +33,16 @@ def test_of_no_fault():
     ],
 )
 def test_few_tests_that_failed_get_a_second_try(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], count: int, needed: int, status: int, tries: int, said: str
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    needed: int,
+    status: int,
+    tries: int,
+    said: str,
 ) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # those take more time to import than the tests
     (tmp_path / "test_its.py").write_text(TESTS.format(count=count, needed=needed))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     first = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=tmp_path, stdout=subprocess.DEVNULL)
