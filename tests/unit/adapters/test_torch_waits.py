@@ -151,8 +151,14 @@ SAMPLING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("captured", [True, False], ids=["graphs", "no graphs"])
-@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize(
+    ("sampling", "captured"),
+    [
+        *((name, True) for name in SAMPLING),
+        ("as it is", False),
+        *(pytest.param(name, False, marks=pytest.mark.wide) for name in SAMPLING if name != "as it is"),
+    ],
+)
 async def test_a_step_of_decoding_waits_for_its_tokens_alone(path: Path, sampling: str, captured: bool) -> None:
     with pretended_gpu() as waited:
         model = load_causal_lm(str(path), dtype=torch.bfloat16, device=CUDA, flag=cluster.FLAG)
