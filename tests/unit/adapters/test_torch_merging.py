@@ -272,8 +272,9 @@ def test_the_command(base: Callable[..., tuple[Any, Path]], tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, kind) for family in ("qwen2_5_vl", "qwen3_vl", "idefics3") for kind in ("policy", "reward")),
-        ("qwen3_5", "policy"),
+        *((family, "policy") for family in ("qwen2_5_vl", "qwen3_vl", "idefics3", "qwen3_5")),
+        ("qwen3_vl", "reward"),
+        *(pytest.param(family, "reward", marks=pytest.mark.wide) for family in ("qwen2_5_vl", "idefics3")),
     ],
 )
 def test_models_that_see_images_are_merged(tmp_path: Path, family: str, kind: str) -> None:
