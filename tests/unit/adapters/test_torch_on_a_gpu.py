@@ -39,6 +39,8 @@ WAITS_A_STEP = 6
 KINDS = ("llama", "gemma3_text", "qwen3_moe", "gpt2", "gpt_oss", "gemma2", "qwen3_5_text", "lfm2", "bloom")
 """Grouped heads; windows; experts; biases and learned positions; sinks; capped scores; states; a model that is computed
 padded."""
+LIKE_OTHERS = ("gemma3_text", "qwen3_moe", "lfm2")
+"""Types whose windows, experts and states those of other types among them are like."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -88,6 +90,11 @@ def trained(path: Path, device: torch.device, dtype: torch.dtype, **settings: An
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(name, marks=pytest.mark.wide if name in LIKE_OTHERS else ()) for name in KINDS],
+    indirect=True,
+)
 def test_an_update_on_a_gpu_is_the_cpu_s(path: Path, dtype: torch.dtype) -> None:
     expected = trained(path, CPU, dtype)
     with pretended_gpu():
@@ -165,11 +172,22 @@ def reference(path: Path, device: torch.device) -> list[dict[str, float]]:
     return [{"logprobs": float(scores.logprobs_N.sum()), "entropy": float(scores.entropy_N.sum())}]
 
 
-@pytest.mark.parametrize("compute", [adapted, turned, critic, reference])
+COMPUTED = (adapted, turned, critic, reference)
+
+
 @pytest.mark.parametrize(
-    "path",
-    ["llama", "gpt_oss", *(pytest.param(name, marks=pytest.mark.wide) for name in ("gemma3_text", "gemma2"))],
-    indirect=True,
+    ("path", "compute"),
+    [
+        *(("llama", compute) for compute in COMPUTED),
+        ("gpt_oss", adapted),
+        *(pytest.param("gpt_oss", compute, marks=pytest.mark.wide) for compute in COMPUTED[1:]),
+        *(
+            pytest.param(name, compute, marks=pytest.mark.wide)
+            for name in ("gemma3_text", "gemma2")
+            for compute in COMPUTED
+        ),
+    ],
+    indirect=["path"],
 )
 def test_other_models_on_a_gpu_are_the_cpu_s(path: Path, compute: Callable[..., list[dict[str, float]]]) -> None:
     expected = compute(path, CPU)
@@ -207,7 +225,11 @@ def test_states_stay_on_a_gpu(path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16], ids=str)
-@pytest.mark.parametrize("path", ["llama", "gemma3_text", "gpt_oss", "gemma2", "bloom"], indirect=True)
+@pytest.mark.parametrize(
+    "path",
+    ["llama", pytest.param("gemma3_text", marks=pytest.mark.wide), "gpt_oss", "gemma2", "bloom"],
+    indirect=True,
+)
 async def test_an_engine_samples_on_a_gpu_what_it_does_on_the_cpu(path: Path, dtype: torch.dtype) -> None:
     expected = await sampled(loaded(path, CPU, dtype))
     with pretended_gpu() as waited:
