@@ -29,32 +29,23 @@ from tests.model_sweep import GRADIENT_TOLERANCE, LOGPROB_TOLERANCE, packed_gaps
 from tests.recomputed import recompute
 from tests.tiny_architectures import VOCABULARY, tiny_model
 
-FAMILIES = (
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe",
-    "olmo_hybrid",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "bamba",
-    "nemotron_h",
-    "falcon_h1",
-    "granitemoehybrid",
-    "zamba2",
-    "mamba2",
-    "mamba",
-    "falcon_mamba",
-    "jamba",
+FAMILIES = ("qwen3_next", "olmo_hybrid", "kimi_linear", "lfm2", "nemotron_h", "falcon_h1", "mamba2", "jamba")
+"""For each recurrence, and each way in which code of transformers calls one. Zamba and Mamba are computed where their
+kernel is a pretended one."""
+ALIKE = (
+    *("qwen3_5_text", "qwen3_5_moe", "lfm2_moe", "bamba", "granitemoehybrid", "zamba2", "mamba", "falcon_mamba"),
     "zamba",
 )
-ZAMBA = pytest.param("zamba", marks=pytest.mark.wide)
-"""Seconds where others take tenths, for layers that each are those of others."""
+"""Types whose recurrence, and how it is called, is that of others."""
 WIDTH = 4
 """Tokens that a convolution sees."""
 
 
-@pytest.fixture(params=[1, row_widths.SMALL_PASS], ids=["many calls", "few calls"])
+MANY, FEW = 1, row_widths.SMALL_PASS
+"""Tokens of a pass whose rows are cut into as few calls as there may be: many calls where each pass has more."""
+
+
+@pytest.fixture(params=[MANY, FEW], ids=["many calls", "few calls"])
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_widths, "SMALL_PASS", request.param)
     if request.param == 1:
@@ -182,7 +173,7 @@ def made(model_type: str, *, recomputes: bool = False, dtype: torch.dtype = torc
     return plain, model
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.wide) for name in ALIKE)])
 def test_a_forest_has_the_values_and_gradients_of_its_sequences(model_type: str) -> None:
     value_gap, gradient_gap = packed_gaps(*made(model_type), forest())
     assert value_gap < LOGPROB_TOLERANCE
@@ -190,7 +181,20 @@ def test_a_forest_has_the_values_and_gradients_of_its_sequences(model_type: str)
 
 
 @pytest.mark.usefixtures("calls")
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "kimi_linear", "lfm2", "bamba", "mamba", "jamba", ZAMBA])
+@pytest.mark.parametrize(
+    ("calls", "model_type"),
+    [
+        *((FEW, "qwen3_5_text"), (MANY, "kimi_linear"), (MANY, "lfm2"), (FEW, "bamba"), (MANY, "jamba")),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide)
+            for case in [
+                *((MANY, "qwen3_5_text"), (FEW, "kimi_linear"), (FEW, "lfm2"), (MANY, "bamba"), (FEW, "jamba")),
+                *((calls, model_type) for calls in (MANY, FEW) for model_type in ("mamba", "zamba")),
+            ]
+        ),
+    ],
+    indirect=["calls"],
+)
 def test_so_it_has_where_layers_are_computed_again_for_gradients(model_type: str) -> None:
     value_gap, gradient_gap = packed_gaps(*made(model_type, recomputes=True), forest(1))
     assert value_gap < LOGPROB_TOLERANCE
@@ -207,7 +211,7 @@ def test_bfloat16_rounds_no_more_than_transformers_does(model_type: str) -> None
     assert (found_A - exact_A).square().mean() < 1.5 * (rounded_A - exact_A).square().mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.wide)], ids=str)
 @pytest.mark.parametrize("model_type", ["mamba2", "mamba"])
 def test_half_precision_below_hidden_states_in_float32(model_type: str, dtype: torch.dtype) -> None:
     """The residuals of Mamba stay in float32 beside weights and a head in half precision: log-probs and gradients are
