@@ -28,7 +28,11 @@ def packed(model_type: str) -> Any:
 
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen3_5_text", "kimi_linear", "lfm2", "nemotron_h", "falcon_h1", "mamba2", "mamba", "jamba", "zamba"],
+    [
+        *("qwen3_5_text", "lfm2", "falcon_h1", "jamba"),
+        *(pytest.param(name, marks=pytest.mark.wide) for name in ("kimi_linear", "nemotron_h", "mamba2", "mamba")),
+        pytest.param("zamba", marks=pytest.mark.wide),
+    ],
 )
 async def test_rows_that_come_and_go_and_go_on_are_exact(model_type: str) -> None:
     """Two at a time, of seven of unlike lengths that wait, and on what is kept of them."""
