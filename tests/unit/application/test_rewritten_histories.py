@@ -42,7 +42,7 @@ from rollgrad.testing.models import VOCABULARY, FakePolicy, FakeReference, FakeV
 
 WEIGHTS = {"right": 1.0, "short": 0.5}
 """Names of the rewards of an episode."""
-EXAMPLES = int(os.environ.get("ROLLGRAD_EXAMPLES", "4"))
+EXAMPLES = int(os.environ.get("ROLLGRAD_EXAMPLES", "2"))
 """Random episodes for each estimator; ROLLGRAD_EXAMPLES=100 before pytest is the long form."""
 LIMIT = 40
 """Sampled tokens of an episode that penalties of length go by."""
