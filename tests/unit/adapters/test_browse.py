@@ -118,7 +118,7 @@ TESTS = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(TESTS)
 def test_a_filter_chooses_what_it_says(test: Test) -> None:
     text, means = test
@@ -166,7 +166,7 @@ def test_a_mistake_is_named_with_its_place(text: str, sentence: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.text(max_size=40) | st.lists(st.sampled_from(list("()\"'<=!. -1e") + list(KINDS) + ["and", "not"])).map(" ".join)
 )

@@ -333,7 +333,7 @@ FRAGMENTS = st.lists(
 
 @every(STYLES)
 @given(text=FRAGMENTS, data=st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_however_a_reply_is_cut_its_fields_are_those_of_the_whole(style: Style, text: str, data: st.DataObject) -> None:
     opened = data.draw(st.booleans())
     prompt = "<think>\n" if opened else "x"
@@ -380,7 +380,7 @@ def test_a_checkpoints_own_format_comes_first() -> None:
     text=st.lists(st.sampled_from(["[", "]", "<c>", "</c>", '{"x": {"a": 1}}', "{", '{"y": 1}', " a"])).map("".join),
     cut=st.integers(0, 30),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_checkpoints_own_format_never_raises_either(text: str, cut: int) -> None:
     own = ReplyParser(None, OWN, SPECIAL)
     reply = own.parse(text, "assistant\n", TOOLS)

@@ -12,7 +12,7 @@ from rollgrad.domain.control.admission import BLOCK, LEAST, Admission
 TURNS, TURN_TOKENS = 10, 1000
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 300), st.booleans(), st.integers(0, 2**32))
 def test_the_limit_stays_within_its_bounds(most: int, adapts: bool, seed: int) -> None:
     chance = random.Random(seed)

@@ -53,7 +53,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     return LEAVES[kind]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(values(RLConfig))
 def test_what_is_dumped_reads_back_equal(config: RLConfig) -> None:
     config.algo.extension_path = None  # the file would have to be there
