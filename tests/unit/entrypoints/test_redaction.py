@@ -164,17 +164,17 @@ def test_secrets_in_text_are_hidden(text: str, shown: str) -> None:
     assert redact(text) == shown
 
 
-LONG = 200_000
+LONG = 100_000
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     "piece",
     ["a", "a:", "a.", "-a", "key", "token ", "api_key", "a+", "://", ":", "@", "?a", "Bearer ", "\n", "a=", "'"],
 )
 @pytest.mark.parametrize("before", ["", "http://", "api_key", "Authorization"])
 def test_long_texts_take_time_as_their_length(piece: str, before: str) -> None:
-    """A model may write what is printed, and without a space; at its square this takes minutes."""
+    """A model may write what is printed, and without a space; at its square this takes a minute."""
     text = before + piece * (LONG // len(piece))
     redact(text)
     secrets_of_arguments([text])
