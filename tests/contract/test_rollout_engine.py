@@ -75,6 +75,12 @@ def ask(seed: int = 0, prompt: tuple[int, ...] = (65, 66, 67), **params: Any) ->
     )
 
 
+def length_of(engine: RolloutEngine) -> int:
+    """Tokens of a request that is still sampled when this process looks again; the embedded engine, whose steps this
+    process asks for, has not gone on meanwhile."""
+    return 40 if isinstance(engine, EmbeddedEngine) else LONG
+
+
 async def started(engine: RolloutEngine, *requests: GenerationRequest) -> "list[asyncio.Task[Generation]]":
     """Requests that have drawn a token or more, and not all, as far as this process knows."""
     while True:
@@ -154,19 +160,19 @@ async def test_pause_and_resume_are_idempotent(make: Callable[[], Any], mode: Pa
 
 async def test_abort_returns_valid_tokens_at_once(make: Callable[[], Any]) -> None:
     engine = make()
-    full = await make().generate(ask(max_new_tokens=LONG))
-    (task,) = await paused(engine, PauseMode.ABORT, ask(max_new_tokens=LONG))
+    full = await make().generate(ask(max_new_tokens=length_of(engine)))
+    (task,) = await paused(engine, PauseMode.ABORT, ask(max_new_tokens=length_of(engine)))
     assert task.done()
     generation = await task
     assert generation.stop_reason is StopReason.ABORTED
     count = len(generation.token_ids)
-    assert 0 < count < LONG
+    assert 0 < count < length_of(engine)
     assert list(generation.token_ids) == list(full.token_ids)[:count]
 
 
 async def test_wait_lets_requests_finish(make: Callable[[], Any]) -> None:
     engine = make()
-    (task,) = await started(engine, ask(max_new_tokens=LONG))
+    (task,) = await started(engine, ask(max_new_tokens=length_of(engine)))
     await engine.pause(PauseMode.WAIT)
     assert task.done()
     assert (await task).stop_reason is StopReason.LENGTH
@@ -174,8 +180,8 @@ async def test_wait_lets_requests_finish(make: Callable[[], Any]) -> None:
 
 async def test_keep_freezes_until_resume_under_new_weights(make: Callable[[], Any]) -> None:
     engine = make()
-    full = await make().generate(ask(max_new_tokens=LONG))
-    (task,) = await paused(engine, PauseMode.KEEP, ask(max_new_tokens=LONG))
+    full = await make().generate(ask(max_new_tokens=length_of(engine)))
+    (task,) = await paused(engine, PauseMode.KEEP, ask(max_new_tokens=length_of(engine)))
     assert not task.done()
     engine.set_version(1)
     await engine.resume()
@@ -196,7 +202,7 @@ async def test_requests_made_while_paused_wait(make: Callable[[], Any]) -> None:
 
 async def test_requests_made_while_a_pause_waits_are_held(make: Callable[[], Any]) -> None:
     engine = make()
-    (first,) = await started(engine, ask(max_new_tokens=LONG))
+    (first,) = await started(engine, ask(max_new_tokens=length_of(engine)))
     pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
     await asyncio.sleep(0)
     late = [asyncio.create_task(engine.generate(ask(seed=s))) for s in range(10)]
@@ -224,7 +230,7 @@ async def test_a_reply_goes_on_where_another_request_left_it(
 
 async def test_sleep_refuses_in_flight_and_is_idempotent(make: Callable[[], Any]) -> None:
     engine = make()
-    (task,) = await started(engine, ask(max_new_tokens=LONG))
+    (task,) = await started(engine, ask(max_new_tokens=length_of(engine)))
     with pytest.raises(EngineError):
         await engine.sleep()
     await task
@@ -235,7 +241,7 @@ async def test_sleep_refuses_in_flight_and_is_idempotent(make: Callable[[], Any]
 
 async def test_a_cancelled_call_frees_its_place(make: Callable[[], Any]) -> None:
     engine = make()
-    tasks = await started(engine, *(ask(seed=s, max_new_tokens=LONG) for s in range(7)))
+    tasks = await started(engine, *(ask(seed=s, max_new_tokens=length_of(engine)) for s in range(7)))
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -248,7 +254,7 @@ async def test_a_cancelled_call_frees_its_place(make: Callable[[], Any]) -> None
 
 async def test_new_weights_while_requests_run_are_refused(make: Callable[[], Any]) -> None:
     engine = make()
-    (task,) = await started(engine, ask(max_new_tokens=LONG))
+    (task,) = await started(engine, ask(max_new_tokens=length_of(engine)))
     with pytest.raises(EngineError, match="pause"):
         engine.set_version(1)
     await task
@@ -281,7 +287,9 @@ async def test_an_abort_spares_requests_that_come_after_it(make: Callable[[], An
         late = asyncio.create_task(engine.generate(ask()))
         await pausing
 
-    (early,) = await caught(lambda: begun(engine, ask(max_new_tokens=LONG)), abort, lambda: engine.resume())
+    (early,) = await caught(
+        lambda: begun(engine, ask(max_new_tokens=length_of(engine))), abort, lambda: engine.resume()
+    )
     assert (await early).stop_reason is StopReason.ABORTED
     assert not late.done()
     await engine.resume()
@@ -306,33 +314,33 @@ async def test_tokens_are_heard_while_they_are_sampled(make: Callable[[], Any]) 
     engine = make()
     for _ in range(5):  # this process may be kept from working
         ear = Ear()
-        task = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG), on_token=ear.hear))
+        task = asyncio.create_task(engine.generate(ask(max_new_tokens=length_of(engine)), on_token=ear.hear))
         await ear.second.wait()
         await engine.pause(PauseMode.ABORT)
         generation = await task
         await engine.resume()
         assert ear.tokens == list(generation.token_ids)
-        if len(ear.tokens) < LONG:
+        if len(ear.tokens) < length_of(engine):
             return
     raise AssertionError("each reply was whole when its second token was heard")
 
 
 async def test_a_frozen_reply_repeats_no_token_when_it_goes_on(make: Callable[[], Any]) -> None:
     engine, ear = make(), Ear()
-    task = asyncio.create_task(engine.generate(ask(max_new_tokens=LONG), on_token=ear.hear))
+    task = asyncio.create_task(engine.generate(ask(max_new_tokens=length_of(engine)), on_token=ear.hear))
     await ear.second.wait()
     await engine.pause(PauseMode.KEEP)
     await engine.resume()
     generation = await task
     assert ear.tokens == list(generation.token_ids)
-    assert len(generation.logprobs) == len(generation.versions) == len(ear.tokens) == LONG
+    assert len(generation.logprobs) == len(generation.versions) == len(ear.tokens) == length_of(engine)
 
 
 async def test_replies_are_streamed_side_by_side_and_a_cancelled_one_frees_its_place(make: Callable[[], Any]) -> None:
     engine = make()
     ears = [Ear() for _ in range(8)]
     tasks = [
-        asyncio.create_task(engine.generate(ask(seed, max_new_tokens=LONG), on_token=ear.hear))
+        asyncio.create_task(engine.generate(ask(seed, max_new_tokens=length_of(engine)), on_token=ear.hear))
         for seed, ear in enumerate(ears)
     ]
     for ear in ears:
