@@ -61,8 +61,11 @@ IMPORTS_VLLM = (
     "unit/entrypoints/test_library_settings.py",
 )
 """Files whose tests import vLLM without starting it, at four seconds of the processor and half a gigabyte."""
-LONG = ("e2e/test_demo.py", "integration/test_benchmarks.py", "integration/test_serve_reward.py")
-"""Other files that take a minute and more."""
+LONG = (
+    *("e2e/test_demo.py", "integration/test_benchmarks.py", "integration/test_serve_reward.py"),
+    "unit/entrypoints/test_way_out.py",
+)
+"""Other files that take a minute and more; the last would run alone at the end."""
 CLUSTER_GPUS = 8
 """GPUs of the largest cluster that tests start, where each process has one of its own."""
 FIRST = {file: number for number, file in enumerate((*RAY, *LONG, *VLLM))}
