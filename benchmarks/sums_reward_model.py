@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollgrad.adapters.models.torch.loading.loading import load_causal_lm, load_tokenizer, resolve_dtype
+from rollgrad.adapters.models.torch.loading.saving import save_pretrained
 from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
 from rollgrad.adapters.models.torch.rewards.reward_text import encode
@@ -118,7 +119,7 @@ def save_classifier(critic: TorchValue, tokenizer: Any, path: Path) -> None:
         classifier.score.weight.copy_(load_file(path / "value_head.safetensors")["value_head.weight"])
     (path / "value_head.safetensors").unlink()
     classifier.config.pad_token_id = tokenizer.pad_token_id
-    classifier.save_pretrained(path)
+    save_pretrained(classifier, tokenizer, path)
 
 
 def train_reward_model(base: str, path: Path, *, steps: int = STEPS, questions_held_out: int = 100) -> float:

@@ -16,6 +16,8 @@ CLIENT = ROOT / "tests" / "script_client.py"
 MODULES = (
     *("datasets", "torch", "transformers.models.llama.modeling_llama"),
     *("rollgrad.entrypoints.composition.rl.container", "rollgrad.entrypoints.library"),
+    *("tyro", "matplotlib.figure", "matplotlib.backends.backend_agg"),
+    "rollgrad.entrypoints.composition.serving.assistant",
 )
 
 

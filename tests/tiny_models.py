@@ -94,9 +94,11 @@ def tiny_model(name: str, tokenizer: Any, *, seed: int = 0, **settings: Any) -> 
 
 
 def saved(model: Any, tokenizer: Any, path: Path) -> Path:
-    """`path`, where model and tokenizer lie."""
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    """`path`, where model and tokenizer, or the processor of images that has one, lie. transformers' own way imports
+    DeepSpeed, which takes a second of each process."""
+    from rollgrad.adapters.models.torch.loading.saving import save_pretrained
+
+    save_pretrained(model, tokenizer, path)
     return path
 
 

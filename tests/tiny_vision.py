@@ -9,7 +9,7 @@ from typing import Any
 from rollgrad.adapters.chat.pictures import VIDEO_PART, ImageRenderer, without_videos
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.domain.ports.chat_codec import RenderedPrompt
-from tests.tiny_models import make_tiny_tokenizer
+from tests.tiny_models import make_tiny_tokenizer, saved
 
 PARTS_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -339,8 +339,7 @@ def save_tiny_vlm(family: str, path: Path, *, positions: int = 512, head: int = 
     """Writes a model of a family, of so many positions, with heads so wide, and its processor; returns the folder."""
     model, processor = copy_context().run(_with_heads, head, family)
     model.config.text_config.max_position_embeddings = positions  # they are rotations, of which no weight knows
-    model.save_pretrained(path)
-    processor.save_pretrained(path)
+    saved(model, processor, path)
     if VIDEO_PART in type(processor).__base__.get_attributes():  # published models have it, torchvision asks for it
         # GLM-4.1V's has a size, which vLLM reads.
         settings = {"size": {"shortest_edge": 256, "longest_edge": 65536}} if family == "glm4v" else {}
