@@ -55,6 +55,7 @@ VLLM = (
 """Files whose tests start vLLM, for which the same holds. The first four share the fixture `_vllm`, which takes as long
 to start as any of them."""
 IMPORTS_VLLM = (
+    *("integration/test_trl_parity.py", "integration/test_trl_offline_parity.py"),  # TRL does, where it is installed
     *("integration/test_weight_loading.py", "integration/test_weight_backends.py"),
     *("integration/test_vllm_division.py", "integration/test_vllm_experts.py", "integration/test_vllm_repairs.py"),
     "integration/test_vllm_workers.py",
