@@ -58,7 +58,7 @@ IMPORTS_VLLM = (
     *("integration/test_trl_parity.py", "integration/test_trl_offline_parity.py"),  # TRL does, where it is installed
     *("integration/test_weight_loading.py", "integration/test_weight_backends.py"),
     *("integration/test_vllm_division.py", "integration/test_vllm_experts.py", "integration/test_vllm_repairs.py"),
-    "integration/test_vllm_workers.py",
+    *("integration/test_vllm_workers.py", "integration/test_vllm_model_repairs.py"),
     "unit/entrypoints/test_library_settings.py",
 )
 """Files whose tests import vLLM without starting it, at four seconds of the processor and half a gigabyte."""
