@@ -66,7 +66,7 @@ class DistillationConfig:
     temperature: float = setting(1.0, "Temperature of both distributions in the divergence.", POSITIVE)
     top_k: int | None = setting(
         None,
-        "Compare the teacher's most likely tokens, so many, and all others as one; default: the whole vocabulary.",
+        "Compare so many of the teacher's most likely tokens, and all others as one; default: the whole vocabulary.",
         COUNT,
     )
     cache: bool = setting(

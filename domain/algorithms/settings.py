@@ -68,8 +68,9 @@ class KLSettings:
     )
     top_k: int | None = setting(
         None,
-        "With the full estimator, compare the reference's most likely tokens, so many, and all others as one: it "
-        "predicts them before updates, wherever it is; default: the whole vocabulary, beside the policy.",
+        "With the full estimator, compare so many of the reference's most likely tokens, and all others as one. The "
+        "reference, wherever it is, predicts them before updates. Default: the whole vocabulary, with the reference "
+        "beside the policy.",
         COUNT,
         only_if=(WITH_KL, WHOLE_KL),
     )
@@ -98,7 +99,7 @@ class KLSettings:
     )
     ref_sync_steps: int | None = setting(
         None,
-        "Optimizer steps after each of which the reference moves toward the policy, in whose processes it then is; "
+        "Optimizer steps after each of which the reference, then in the policy's processes, moves toward the policy; "
         "with ref_mixup 1 it becomes the policy (ProRL, Liu et al. 2025, arXiv:2505.24864). None: it never moves.",
         COUNT,
         only_if=WITH_KL,

@@ -54,8 +54,9 @@ class AlgoConfig:
     correction: CorrectionSettings = section(CorrectionSettings, "Off-policy correction.")
     score_centering_top_k: int = setting(
         0,
-        "Take out of each token's gradient its mean over what the sampler might have drawn there, known by its most "
-        "likely tokens, so many (score centering; 128 is usual); 0 turns it off.",
+        "Subtract from each token's gradient its mean over what the sampler might have drawn there (score centering). "
+        "The number is that of the sampler's most likely tokens, by which the mean is known; 128 is usual, 0 turns it "
+        "off.",
         NOT_NEGATIVE,
     )
     top_entropy_quantile: float = setting(
@@ -72,8 +73,8 @@ class AlgoConfig:
     )
     mask_repetition: int | None = setting(
         None,
-        "Learn nothing from rollouts that repeat themselves: those with so many sampled tokens in a row each of which "
-        "had a probability above 0.99 (3000 is usual); none turns it off.",
+        "Learn nothing from rollouts that repeat themselves: those with so many sampled tokens in a row that each had "
+        "a probability above 0.99 (3000 is usual); none turns it off.",
         COUNT,
     )
     dynamic_filtering_enable: bool = setting(

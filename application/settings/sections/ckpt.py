@@ -70,8 +70,8 @@ class CheckpointConfig:
     state_dir: str | None = setting(None, "Directory of the training states; default: output_dir.", DIRECTORY)
     keep_states: int = setting(
         2,
-        "Newest training states that are kept; there is one more while one is written. Of two, the one before is "
-        "there if the newest is broken.",
+        "Newest training states that are kept; there is one more while one is written. With two, the older one is left"
+        " if the newest is broken.",
         COUNT,
     )
     keep_models: int | None = setting(None, "Newest models of save_steps that are kept; None keeps all.", COUNT)
@@ -84,7 +84,7 @@ class CheckpointConfig:
     best_metric: str | None = setting(
         None,
         "Metric of the evaluations, such as eval/pass@1 or eval/loss, by which the best model so far is kept in "
-        "output_dir/best: the highest value, of a loss or divergence the lowest; none keeps no best one.",
+        "output_dir/best: the highest value, of a loss or divergence the lowest. None keeps no best model.",
     )
     best_value: Best = setting(
         Best.AUTO,

@@ -79,7 +79,7 @@ class ClusterConfig:
     max_restarts: int = setting(
         3,
         "Times that a run of the command line starts again from its last training state when a process that trains is "
-        "lost, those before it trained for an hour not counted.",
+        "lost. After an hour of training the count begins anew.",
         NOT_NEGATIVE,
         only_if=IN_CLUSTER,
     )

@@ -295,8 +295,8 @@ class ExampleTrainConfig:
     seed: int = setting(42, "Seeds the order of the examples.", SEED)
     profile_steps: int = setting(
         0,
-        "Steps of which a Chrome trace of this process and of each process of a model is written to profile/ in "
-        "output_dir, from the second on that is taken, also of a continued run; it makes them slower.",
+        "Number of steps to profile, from the second step that is taken on, also in a continued run. A Chrome trace of"
+        " this process and of each process of a model is written to profile/ in output_dir; profiled steps are slower.",
         NOT_NEGATIVE,
     )
     enable_ema: bool = setting(

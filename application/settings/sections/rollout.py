@@ -75,8 +75,9 @@ class RolloutConfig:
     max_concurrent: int = setting(4096, "Episodes in flight at once.", COUNT)
     adaptive_concurrency: bool = setting(
         False,
-        "Lowers the episodes in flight while engines of vLLM give up the keys and values of earlier turns, so that "
-        "later turns compute them again, and raises them, rollout.max_concurrent at most, while they keep them.",
+        "Adapt the episodes in flight to the memory of vLLM's engines: fewer while engines give up keys and values of "
+        "earlier turns, which later turns then compute again; more, up to rollout.max_concurrent, while they keep "
+        "them.",
         only_if=OF_VLLM,
     )
     max_failures: int | None = setting(

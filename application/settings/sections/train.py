@@ -91,12 +91,13 @@ class TrainConfig:
     )
     stale_policy: StalePolicy = setting(
         StalePolicy.WAIT,
-        "What happens when a slow group would become staler than that: training waits for it, or goes on and drops it.",
+        "What happens when a slow group would become staler than max_staleness: training waits for it, or goes on and "
+        "drops it.",
         only_if=(OVERLAPS, MAY_BE_STALE),
     )
     staleness_unit: StalenessUnit = setting(
         StalenessUnit.TRAJECTORY,
-        "From where a group's age is counted: its start (trajectory), or its oldest sampled token (token).",
+        "Beginning of a group's age: its start (trajectory), or its oldest sampled token (token).",
         only_if=(OVERLAPS, MAY_BE_STALE),
     )
     partial_rollout: PartialRollout = setting(
