@@ -28,6 +28,10 @@ HELD_OUT = 8
 """Rows of each file of held-out data, on which most runs are evaluated twice."""
 
 
+LONGEST_PARAGRAPH = 800
+"""Characters of a paragraph or list item beyond which it has to be divided; most have less than 400."""
+
+
 @pytest.fixture
 def workplace(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout's examples, with a tiny model where the demo unpacks the real one, and little held-out data."""
@@ -103,6 +107,21 @@ def test_links_lead_somewhere() -> None:
             assert link.startswith("http") or target.exists(), f"{page.name}: {link}"
             if anchor and target.suffix == ".md":
                 assert anchor in anchors(target), f"{page.name}: {link}#{anchor}"
+
+
+def paragraphs(page: Path) -> list[str]:
+    """Returns the paragraphs and list items of a page, without code, tables, headings and lists of model types."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    items = [item for part in prose.split("\n\n") for item in re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", part)]
+    return [item for item in items if not item.lstrip().startswith(("|", "#", "!", "* exact"))]
+
+
+def test_no_paragraph_is_a_wall() -> None:
+    """A reader who looks for one thing finds it in lists, tables and short paragraphs."""
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+    found = {f"{page.name}: {text[:60]}": len(text) for page in pages for text in paragraphs(page)}
+    assert len(found) > 500
+    assert {begin: size for begin, size in found.items() if size > LONGEST_PARAGRAPH} == {}
 
 
 def test_the_readme_names_every_page() -> None:
