@@ -95,7 +95,11 @@ class RunView:
     def row(self) -> dict[str, Any]:
         """Returns the run as the list of runs has it, which keeps no series in memory: there may be many runs."""
         path = self.directory / METRICS_FILE
-        return self._row(self._keep("summary", _stamp(path), lambda: in_short(_read(path))))
+        return self._row(self._keep("summary", _stamp(path), lambda: self._summary(_read(path))))
+
+    def _summary(self, logged: LoggedMetrics) -> dict[str, Any]:
+        findings = self._watched(logged).findings()
+        return in_short(logged) | {"findings": [f.evidence for f in findings if f.until == logged.last_step]}
 
     def _row(self, logged: Mapping[str, Any]) -> dict[str, Any]:
         facts, settings = self._facts(), self.settings()

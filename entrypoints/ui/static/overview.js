@@ -49,10 +49,13 @@ function Findings({ run, facts, found }) {
   return html`<section class="findings"><h2>Findings</h2>
     <ul>${found.findings.map((finding) => html`<li key=${finding.name + finding.since} class=${finding.holds ? "holds" : "past"}>
       <p><b>${finding.name.replaceAll("_", " ")}</b> <span class="soft">steps ${finding.since} to ${finding.until}${finding.holds ? ", still so" : ""}${finding.before ? `, and ${finding.before} times before` : ""}</span></p>
-      <p>${finding.evidence} Look at <code>${finding.look_at}</code>.</p>
+      <p>${finding.evidence} Look at ${flagged(finding.look_at)}.</p>
       ${finding.filter && html`<a href=${link(["r", run, "t"], { filter: finding.filter })}>Show these trajectories</a>`}
     </li>`)}</ul></section>`;
 }
+
+/** Returns a text with its flags as code, each in one piece. */
+const flagged = (text) => text.split(/(--[\w.]+)/).map((part, place) => (place % 2 ? html`<code class="flag">${part}</code>` : part));
 
 function Curves({ known, theme }) {
   const [search, setSearch] = useState("");

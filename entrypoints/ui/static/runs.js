@@ -38,7 +38,8 @@ function Row({ run, chosen, choose }) {
   return html`<tr>
     <td><input type="checkbox" aria-label="Compare ${visible(run.name)}" checked=${chosen} onChange=${() => choose(run.id)} /></td>
     <td class="main"><a href=${link(["r", run.id])}>${visible(run.name)}</a>${run.problems?.length > 0 && html` <span class="problem" title=${run.problems.join("\n")}>${run.problems.length} unreadable</span>`}</td>
-    <td title=${run.reason ?? ""}><${Status} status=${run.status} />${run.status === "running" && run.heartbeat_age !== null && html`<span class="soft"> ${duration(run.heartbeat_age)} ago</span>`}</td>
+    <td title=${run.reason ?? ""}><${Status} status=${run.status} />${run.status === "running" && run.heartbeat_age !== null && html`<span class="soft"> ${duration(run.heartbeat_age)} ago</span>`}
+      ${run.findings?.length > 0 && html` <a class="problem found" href=${link(["r", run.id])} title=${run.findings.join("\n")}>${run.findings.length} ${run.findings.length > 1 ? "findings" : "finding"}</a>`}</td>
     <td data-name="Model">${run.model ?? "–"}</td><td data-name="Data">${run.dataset ?? "–"}</td>
     <td class="right" data-name="Steps">${progress}</td>
     <td><${Sparkline} values=${run.rewards ?? []} label=${run.spark ?? "reward"} /></td>

@@ -33,7 +33,7 @@ export function oneLine(text, length = 200) {
 export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
-  if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en-US");
+  if (Number.isInteger(value) && Math.abs(value) < 1e7) return (value + 0).toLocaleString("en-US"); // not -0
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
   const text = size >= 1e7 || size < 1e-4 ? value.toExponential(digits - 2) : String(Number(value.toPrecision(digits)));

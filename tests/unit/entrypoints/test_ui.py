@@ -313,8 +313,10 @@ def test_findings_of_a_run_that_goes_on_or_is_set_back_are_those_of_its_file(
     (found,) = view.findings()["findings"]
     assert (found["since"], found["until"], found["holds"]) == (1, 3, True)
     assert observed == [1, 2, 3], "each step once"
+    assert view.row()["findings"] == [found["evidence"]], "the list of runs tells them, too"
     log.write_text(lines(0.0, 0.0, 0.0, 0.0))
     assert view.findings() == {"findings": []}
+    assert view.row()["findings"] == []
 
 
 async def test_a_data_source_for_each_prompt_makes_no_longer_answer(tmp_path: Path) -> None:
