@@ -19,12 +19,12 @@ _SHOWN = {
     "eval/loss": ("held-out loss", ".4f"),
     "eval/accuracy": ("held-out accuracy", ".3f"),
     "eval/step_accuracy": ("held-out step accuracy", ".3f"),
-    "policy/approx_kl": ("kl", ".4f"),
-    "rollout/entropy": ("entropy", ".3f"),
+    "policy/approx_kl": ("kl", "z.4f"),
+    "rollout/entropy": ("entropy", "z.3f"),
     "rollout/response_length_mean": ("length", ".0f"),
     "time/step_s": ("s/step", ".1f"),
 }
-"""Metrics that are shown, in this order, each with its name and number format."""
+"""Metrics that are shown, in this order, each with its name and number format (z: no minus before 0)."""
 _EVALUATED = {PASSED, "eval/loss"}
 """Metrics by which an evaluation is known, which is a line of its own in a log file."""
 EVAL_MEAN = "eval/mean@"

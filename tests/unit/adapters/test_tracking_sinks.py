@@ -109,6 +109,14 @@ def test_away_from_a_terminal_a_run_leaves_some_lines_and_every_evaluation() -> 
     assert lines[-1] == "step 333/1000  eval 0.250", "a line has no figure of another step"
 
 
+def test_a_number_that_is_rounded_to_0_has_no_minus() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink(1000, Console(file=stream))
+    sink.log(1, {"policy/approx_kl": -1e-9, "rollout/entropy": -0.0})
+    sink.close()
+    assert stream.getvalue() == "step 1/1000  kl 0.0000  entropy 0.000\n"
+
+
 def test_the_mean_of_rewards_is_beside_the_share_that_passes_where_they_differ() -> None:
     stream = io.StringIO()
     sink = ConsoleSink(1000, Console(file=stream))
