@@ -5,6 +5,13 @@ of it. Pure. Does not own: how long a sign has to last (`findings`).
 import math
 
 from rollgrad.domain.algorithms.equality import reaches
+from rollgrad.domain.control.length_signs import (
+    describe_follows_length,
+    describe_truncated,
+    follows_length,
+    length_bounds,
+    truncated,
+)
 from rollgrad.domain.control.machine_signs import MACHINE_RULES
 from rollgrad.domain.control.rule import LearningSettings, Metrics, Rule, in_rollouts, in_steps
 from rollgrad.domain.control.tool_signs import TOOL_RULES
@@ -12,17 +19,8 @@ from rollgrad.domain.control.tool_signs import TOOL_RULES
 WINDOW = 3
 """Rollouts in a row that a sign needs: chance, or a batch of easy prompts, gives one rollout without any spread."""
 
-TRUNCATED_SHARE = 0.99
-"""Share of truncated replies from which on the model seems not to end its replies by itself."""
-
 COLLAPSED_ENTROPY = 0.01
 """Nats per token below which samples of a prompt hardly differ; replies of trained models have 0.1 to 2."""
-
-LENGTH_CORRELATION, LENGTH_GROWTH = 0.8, 1.25
-"""Correlation of reward and length within a rollout, and growth of the mean length over that of the first rollouts:
-together they say that length is rewarded, while either alone is common in healthy runs."""
-LENGTH_GAIN = 5.0
-"""Least growth in tokens: replies of one token grow a quarter where an episode goes on while the model is right."""
 
 MISMATCH_KL, MISMATCH_GROWTH = 0.01, 5.0
 """KL in nats per token, and growth over that of the first rollouts whose tokens were of weights as old, from which on
@@ -93,9 +91,9 @@ def _describe_constant_reward(metrics: Metrics, run: LearningSettings, rollouts:
     if reaches(value, run.pass_threshold):
         return f"{evidence}: all prompts are solved, there is nothing left to learn.", "--data.prompt_dataset"
     settings = "samples.jsonl, the reward (--reward.verifier, --reward.function_path, ...) and --data.label_key"
-    if _truncated(metrics, run):
+    if truncated(metrics, run):
         cut = f"{metrics['rollout/truncated_share']:.0%} of the latest were cut off"
-        return f"{evidence}, and {cut}: it tells no reply from another.", f"{_bounds(run)}, then at {settings}"
+        return f"{evidence}, and {cut}: it tells no reply from another.", f"{length_bounds(run)}, then at {settings}"
     return f"{evidence}: it tells no reply from another.", settings
 
 
@@ -111,26 +109,6 @@ def _describe_no_spread(metrics: Metrics, run: LearningSettings, rollouts: int) 
         f"{metrics['reward/mean']:.3g}), so that all advantages are 0."
     )
     return evidence, "--rollout.n_samples_per_prompt, --rollout.temperature and the reward"
-
-
-def _truncated(metrics: Metrics, run: LearningSettings) -> bool | None:
-    if run.one_token:
-        return None  # the whole answer is one token: there is no room for its end
-    return metrics.get("rollout/truncated_share", 0.0) >= TRUNCATED_SHARE or None
-
-
-def _describe_truncated(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
-    evidence = (
-        f"{metrics['rollout/truncated_share']:.0%} of the replies of {in_rollouts(rollouts)} were cut off (mean length "
-        f"{metrics['rollout/response_length_mean']:.0f} tokens): the model is not seen to end a reply."
-    )
-    ends = "where that is room enough, at --data.chat_template and --rollout.stop_strings, by which replies end"
-    return evidence, f"{_bounds(run)}; {ends}"
-
-
-def _bounds(run: LearningSettings) -> str:
-    several = "--rollout.max_turns and --rollout.max_episode_tokens"
-    return f"--rollout.max_new_tokens, which is {run.max_new_tokens} (in several turns also {several})"
 
 
 def _no_gradient(metrics: Metrics, run: LearningSettings) -> bool | None:
@@ -239,24 +217,6 @@ def _describe_chosen_fell(metrics: Metrics, run: LearningSettings, steps: int) -
         f"{metrics['train/chosen_logprob']:.3g}): the model unlearns what it should prefer."
     )
     return evidence, "--actor.adam.lr and --dpo.beta, or add sft to --dpo.loss"
-
-
-def _follows_length(metrics: Metrics, run: LearningSettings) -> bool | None:
-    length, first = metrics.get("rollout/response_length_mean"), metrics.get("first/rollout/response_length_mean")
-    if not run.judged_by_outcome or length is None or first is None:
-        return None
-    related = metrics.get("rollout/reward_length_correlation", 0.0) >= LENGTH_CORRELATION
-    return (related and length >= max(LENGTH_GROWTH * first, first + LENGTH_GAIN)) or None
-
-
-def _describe_follows_length(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
-    evidence = (
-        f"Longer replies had more reward in {in_rollouts(rollouts)} (correlation "
-        f"{metrics['rollout/reward_length_correlation']:.2f}), and replies grew from "
-        f"{metrics['first/rollout/response_length_mean']:.0f} to {metrics['rollout/response_length_mean']:.0f} tokens: "
-        "the model may learn to write much."
-    )
-    return evidence, "the reward, and --reward.overlong_buffer_len"
 
 
 def _mismatch(metrics: Metrics, run: LearningSettings) -> bool | None:
@@ -378,7 +338,7 @@ def _describe_part_falls(metrics: Metrics, run: LearningSettings, rollouts: int)
 RULES = {
     "constant_reward": Rule(sign=_constant_reward, describe=_describe_constant_reward, no_update=True),
     "no_spread": Rule(sign=_no_spread, describe=_describe_no_spread, no_update=True),
-    "truncated": Rule(sign=_truncated, describe=_describe_truncated),
+    "truncated": Rule(sign=truncated, describe=describe_truncated),
     "no_gradient": Rule(sign=_no_gradient, describe=_describe_no_gradient, no_update=True),
     "no_step": Rule(sign=_no_step, describe=_describe_no_step, no_update=True),
     "reference_kept": Rule(sign=_reference_kept, describe=_describe_reference_kept),
@@ -386,7 +346,7 @@ RULES = {
     "reference_left": Rule(sign=_reference_left, describe=_describe_reference_left),
     "kl_outweighs": Rule(sign=_kl_outweighs, describe=_describe_kl_outweighs),
     "entropy_collapsed": Rule(sign=_collapsed, describe=_describe_collapsed),
-    "reward_follows_length": Rule(sign=_follows_length, describe=_describe_follows_length),
+    "reward_follows_length": Rule(sign=follows_length, describe=describe_follows_length),
     "mismatch_grows": Rule(sign=_mismatch, describe=_describe_mismatch),
     "stale": Rule(sign=_stale, describe=_describe_stale),
     "failing": Rule(sign=_failing, describe=_describe_failing),

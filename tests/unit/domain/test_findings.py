@@ -112,6 +112,14 @@ def test_a_sign_is_told_once_with_numbers_and_the_setting_to_look_at(name: str) 
     assert state.findings()[0].until == WINDOW + 10
 
 
+def test_replies_that_ended_at_first_are_not_said_to_need_more_room() -> None:
+    grown = SIGNS["truncated"] | {"rollout/response_length_mean": 40.0}
+    _, told = watch(*[{"rollout/response_length_mean": 3.0}] * WINDOW, *[grown] * WINDOW)
+    (finding,) = told[2 * WINDOW]
+    assert "40 tokens, 3 at first): the model has learned to go on" in finding.evidence
+    assert finding.look_at.startswith("the reward, which may grow with the length, and at --actor.adam.lr, before")
+
+
 LIMITS: list[tuple[str, dict[str, float], dict[str, float]]] = [
     ("truncated", {"rollout/truncated_share": 0.99}, {"rollout/truncated_share": 0.989}),
     ("no_gradient", {"policy/grad_norm": 1e-8}, {"policy/grad_norm": 1.01e-8}),
