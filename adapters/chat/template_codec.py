@@ -251,7 +251,7 @@ class TemplateCodec(TextEncoder, ChatCodec):
 
     @cached_property
     def _behind_reply(self) -> str:
-        """What the template writes behind a reply; empty if it requires other roles than user and assistant."""
+        """Text that the template writes behind a reply; empty if it requires other roles than user and assistant."""
         mark = unused_character([])
         conversation: list[Message] = [{"role": "user", "content": mark}, {"role": "assistant", "content": mark}]
         try:

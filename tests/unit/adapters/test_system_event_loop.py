@@ -1,4 +1,4 @@
-"""What work raises is its own, whether or not an event loop runs already."""
+"""An error of work is its own, whether or not an event loop runs already."""
 
 import asyncio
 from collections.abc import Callable
