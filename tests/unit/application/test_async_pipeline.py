@@ -85,7 +85,7 @@ def assert_conserved(run: Run) -> None:
     assert dealt(run) == state["trained"] + sum(state["dropped"].values()) + len(state["pending"])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     max_staleness=st.integers(0, 3),
     unit=st.sampled_from(StalenessUnit),

@@ -78,7 +78,7 @@ def test_passes_of_models_that_are_computed_padded_have_room_for_all_rows() -> N
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lengths, st.integers(1, 12), st.integers(1, 3), st.integers(3, 40))
 def test_every_epoch_trains_each_sample_once(sizes: list[int], size: int, epochs: int, budget: int) -> None:
     policy = FakePolicy(lr=0.01)
@@ -124,7 +124,7 @@ def test_a_rollout_that_branched_counts_once() -> None:
     assert metrics["policy/trained_share"] == 1.0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(branches, st.integers(1, 10), st.integers(1, 3))
 def test_every_step_holds_whole_rollouts(counts: list[int], size: int, epochs: int) -> None:
     policy = FakePolicy(lr=0.01)
@@ -139,7 +139,7 @@ def test_every_step_holds_whole_rollouts(counts: list[int], size: int, epochs: i
             assert sorted(step.count(100 - sample) for step in of_epoch) == [0] * (per_epoch - 1) + [count]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(branches, st.integers(0, 12), st.integers(1, 10))
 def test_failures_make_steps_smaller_and_leave_their_number(counts: list[int], failed: int, size: int) -> None:
     policy = FakePolicy(lr=0.01)
@@ -151,7 +151,7 @@ def test_failures_make_steps_smaller_and_leave_their_number(counts: list[int], f
     assert all(len(set(step)) <= size for step in steps)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(lengths, st.sampled_from(list(Aggregation)), st.integers(3, 60))
 def test_micro_batches_do_not_change_the_step(sizes: list[int], aggregation: Aggregation, budget: int) -> None:
     whole, divided = FakePolicy(), FakePolicy()
@@ -381,7 +381,7 @@ def test_tokens_are_chosen_from_the_whole_step(purpose: str) -> None:
             assert part.entropies_N is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=2, max_size=6), st.data(), st.sampled_from(list(Aggregation)))
 def test_masked_truncated_rollouts_teach_nothing(counts: list[int], data: st.DataObject, mode: Aggregation) -> None:
     """The step is that of the other rollouts alone; a rollout is cut off if one of its branches is."""

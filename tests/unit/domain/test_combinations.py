@@ -149,7 +149,7 @@ EACH = st.fixed_dictionaries({name: st.tuples(*combination.values()) for name in
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(drawn=EACH, ranks=st.integers(1, 5))
 def test_any_sharding_in_any_order_gives_the_same_gradient(loss: str, drawn: dict[str, Any], ranks: int) -> None:
     for aggregation, (seed, estimator, correction) in drawn.items():
@@ -205,7 +205,7 @@ def spans(batch: RolloutBatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(**combination, factor=st.sampled_from([2.0, 10.0]))
 def test_the_policy_gradient_scales_with_the_advantages(
     loss: str, seed: int, estimator: str, correction: CorrectionSettings | None, factor: float

@@ -33,7 +33,7 @@ LEVELS = ["token", "sequence", "geometric"]
 TRIPLES = list(
     itertools.product(LEVELS, ["truncate", "clip", "mask"], ["ratio", "binary_kl", "tv", "opsm"], [False, True])
 )
-EXAMPLES = settings(max_examples=25, deadline=None)
+EXAMPLES = settings(max_examples=12, deadline=None)
 SEEDS = st.integers(0, 10**6)
 
 

@@ -55,8 +55,8 @@ LINEAR = [
     "remax",
     "flash_reinforce",
 ]
-EXAMPLES = settings(max_examples=25, deadline=None)
-FEWER = settings(max_examples=12, deadline=None)
+EXAMPLES = settings(max_examples=12, deadline=None)
+FEWER = settings(max_examples=6, deadline=None)
 """For what holds of every estimator alike."""
 SEEDS = st.integers(0, 10**6)
 WHITENINGS = st.sampled_from([None, *catalogue.WHITENINGS])

@@ -28,7 +28,7 @@ ON_POLICY = ["ppo", "gspo_token", "sapo", "vespo", "topr", "dppo_tv", "dppo_kl",
 CLIPPED_BY_RATIO = ["ppo", "clip_cov", "sequence_ppo", "gspo", "gspo_token"]
 KL_KINDS = ["k1", "k2", "k3", "k3_unbiased", "abs"]
 MODES = ["token_mean", "sequence_mean", "prompt_mean", "constant_length", "sequence_sum", "token_sum"]
-EXAMPLES = settings(max_examples=25, deadline=None)
+EXAMPLES = settings(max_examples=12, deadline=None)
 SEEDS = st.integers(0, 10**6)
 OPTIONS = st.builds(
     LossSettings,

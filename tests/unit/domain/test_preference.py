@@ -19,7 +19,7 @@ from rollgrad.domain.batches.packed import PackedBatch
 from rollgrad.domain.episodes.examples import Preference, WeightedTokens
 from rollgrad.domain.ports.models import TokenScores
 
-EXAMPLES = settings(max_examples=10, deadline=None)
+EXAMPLES = settings(max_examples=5, deadline=None)
 SEEDS = st.integers(0, 10**6)
 BETA, SMOOTHING, GAMMA, TAU = 0.3, 0.1, 0.7, 0.05
 
