@@ -124,7 +124,7 @@ class AgentExecutorBase(ABC):
 
 @define
 class _Episode:
-    """What an episode of several turns has recorded so far."""
+    """The record of an episode of several turns, as far as it has been played."""
 
     text: str = ""
     tokens: list[int] = field(factory=list)
