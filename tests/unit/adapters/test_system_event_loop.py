@@ -1,4 +1,4 @@
-"""An error of work is its own, whether or not an event loop runs already."""
+"""An error that work raises is its own, whether or not an event loop runs already."""
 
 import asyncio
 from collections.abc import Callable

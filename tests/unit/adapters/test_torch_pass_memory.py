@@ -36,7 +36,8 @@ def path(architecture: str, tmp_path: Path) -> str:
 
 
 FOUND: dict[Any, PassMemory] = {}
-"""What passes on a CPU hold, by the settings of the model and those of the passes: several tests ask for the same."""
+"""The memory of passes on a CPU, by the settings of the model and those of the passes: several tests ask for the
+same."""
 
 
 def measured(path: str, device: torch.device = CPU, **settings: Any) -> PassMemory:

@@ -113,7 +113,8 @@ EACH: list[tuple[str, torch.dtype]] = [
     *(("gpu", dtype) for dtype in ROUNDING if dtype != torch.float64),
 ]
 ON_BOTH = ("cpu", torch.float32), ("pretended gpu", torch.bfloat16)
-"""Where heads that are not `grouped` are computed, too: how numbers are rounded has nothing to do with heads."""
+"""Machines on which heads that are not `grouped` are computed, too: how numbers are rounded has nothing to do with
+heads."""
 
 
 def marks(machine: str, dtype: torch.dtype, kind: str = "grouped") -> list[pytest.MarkDecorator]:

@@ -1,4 +1,4 @@
-"""What is told of vLLM's processes when they end, from what they print."""
+"""The last words of vLLM's processes, told from what they print."""
 
 import os
 from pathlib import Path
