@@ -189,7 +189,7 @@ class AgentRuntime:
             return
         if session.messages is None:  # a text before it alone is a turn of its own, such as a system prompt
             before, _, after = session.opening.partition(rendered)
-            twice = isinstance(session.opening, WholePrompt) and before.strip() and after.strip()
+            twice = isinstance(session.opening, WholePrompt) and bool(before.strip() and after.strip())
         else:
             twice = any(rendered in str(message.get("content")) for message in session.messages)
         if twice and self._has_marks(prompt.token_ids[1:]):
