@@ -19,7 +19,7 @@ LLAMA = (
 
 
 @pytest.mark.parametrize(("settings", "warns"), [({}, True), ({"apply_chat_template": False}, False)])
-def test_a_template_of_another_family_is_told(tiny_tokenizer: Any, settings: dict[str, bool], warns: bool) -> None:
+def test_a_template_of_another_family_is_told(tiny_tokenizer: Any, settings: dict[str, Any], warns: bool) -> None:
     """Its end of a reply is no token here, so that replies do not end."""
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.chat_template = LLAMA
