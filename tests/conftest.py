@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hypothesis
 import psutil
 import pytest
 import pytest_asyncio
@@ -36,8 +35,6 @@ MANY = 100
 FROZEN = pytest.StashKey[int]()
 """How many modules there were then."""
 
-# Half as many examples as Hypothesis draws by itself.
-hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("ci"), max_examples=50)
 
 RAY = (
     *("integration/test_cluster_training.py", "integration/test_engine_fleet.py", "integration/test_lora_cluster.py"),
