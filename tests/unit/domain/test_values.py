@@ -221,6 +221,11 @@ def test_micro_batches_are_few_consecutive_and_within_budget(lengths: list[int],
     assert len(runs) == fewest
 
 
+def test_passes_of_a_group_that_is_cut_are_full_to_the_last_token() -> None:
+    group = [Piece([number], group=0, tokens=10, repeated=10) for number in range(4)]
+    assert micro_batches(group, 20) == [group[:2], group[2:]]
+
+
 def test_micro_batches_are_balanced() -> None:
     assert micro_batches(alone([10] * 6), 40) == [alone([10] * 6)[:3], alone([10] * 6)[3:]]
     as_many_as_others = micro_batches(alone([10] * 6), 60, passes=3)
