@@ -52,7 +52,7 @@ class _Tally:
     started: int
     """Groups whose play has begun, replacements included."""
     played: list[RolloutGroup] = field(factory=list, init=False)
-    rejected: "Counter[str]" = field(factory=Counter, init=False)
+    rejected: Counter[str] = field(factory=Counter, init=False)
     """Number of groups that the filter rejected, by reason."""
     limit: int = field(init=False)
     """Most groups that may be started."""
@@ -168,7 +168,7 @@ class GroupSampler:
         kept = {"rollout/kept_for_next": float(len(self._ready))}
         return taken, sampling_metrics(played, tally.rejected) | kept | self._rollout.admission.metrics()
 
-    async def _play(self, groups: int, tally: "_Tally") -> None:
+    async def _play(self, groups: int, tally: _Tally) -> None:
         """Plays so many groups, and others in the place of those that the tally wants replaced."""
         stream = self._rollout.stream(
             (self._deal() for _ in itertools.count()),
