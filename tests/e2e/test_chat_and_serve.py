@@ -393,6 +393,7 @@ def test_lines_that_are_pasted_together_are_one_message() -> None:
         os.write(ours, b"\x1b[200~one\ntwo\x1b[201~\r")
         while b"']" not in shown:
             shown += os.read(ours, 4096)
+        process.wait()  # which may still write the end of its line
         os.close(ours)
     assert b"\x1b[?2004h" in shown, "which has the terminal mark what is pasted"
     assert b"['one', 'two']" in shown
