@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from rollgrad.adapters.engines.embedded.engine import EmbeddedEngine
 from rollgrad.adapters.models.torch.loading.loading import load_causal_lm
@@ -92,8 +93,9 @@ async def test_a_checkpoint_of_another_shape_is_refused(
     served = loaded(tiny_model_dir, tmp_path)
     assert served.reload is not None
     before = await replies(served)
-    with pytest.raises(ConfigurationError, match="has other parameters than the model that is served"):
+    with capture_logs() as logs, pytest.raises(ConfigurationError, match="has other parameters than the model"):
         await served.reload.reload()
+    assert [log["event"] for log in logs if "has other parameters" in str(log.get("error"))] == ["model_not_reloaded"]
     assert await replies(served) == before
 
 

@@ -75,8 +75,9 @@ class ModelReload:
             kept = _identity(name)
             try:
                 await self._replace(name)
-            except RollgradError:
+            except RollgradError as error:
                 self._failures += 1
+                log.warning("model_not_reloaded", model=name, error=str(error))
                 raise
             self._version, self._model, self._kept = self._version + 1, name, kept
             log.info("model_reloaded", model=name, version=self._version)
@@ -104,9 +105,8 @@ class ModelReload:
             if newest not in (self._kept, failed, None) or self._broken():
                 try:
                     await self.reload()
-                except RollgradError as error:
+                except RollgradError:
                     failed = newest
-                    log.warning("model_not_reloaded", model=name, error=str(error))
             wait = min(2 * wait, LONGEST_WAIT) if self._broken() else FOLLOW_SECONDS
 
     def _newest(self) -> str:
