@@ -95,7 +95,12 @@ def finish_kto(draft: Draft, dataset: str | None) -> None:
     draft.changed.append(
         "empty replies, and pairs of which one is empty or both are equal, are left out and counted, in TRL trained"
     )
-    draft.changed.append("replies are compared with a distance over the whole step, in TRL over a micro-batch")
+    if draft.value("loss_type", "kto") == "kto":
+        draft.changed.append(
+            "the distance from the reference is measured over the whole step, on each prompt with the completion to "
+            "another one that is before it in the step's order; in TRL over a micro-batch, with the row before it in "
+            "the data, whatever its prompt"
+        )
 
 
 def finish_reward(draft: Draft, dataset: str | None) -> None:

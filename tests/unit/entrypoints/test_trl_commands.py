@@ -323,7 +323,12 @@ def test_flags_of_preference_losses_translate() -> None:
     alpha = settings("dpo", "--f_divergence_type", "alpha_divergence", "--f_alpha_divergence_coef", "0.7")
     assert alpha["dpo.f_divergence"] == "alpha_divergence"
     assert alpha["dpo.f_alpha"] == pytest.approx(0.3)
-    assert settings("kto", "--loss_type", "apo_zero_unpaired")["kto.loss"] == "apo_zero_unpaired"
+    without = translated("kto", "--loss_type", "apo_zero_unpaired")
+    assert without.run.kto.loss == "apo_zero_unpaired"
+    told = [
+        any("the distance from the reference" in note for note in found.notes) for found in (translated("kto"), without)
+    ]
+    assert told == [True, False]
     assert settings("reward", "--center_rewards_coefficient", "0.01")["rm.centring"] == 0.01
     smoothed = settings("dpo", "--loss_type", "aot_unpaired", "aot_pair", "--label_smoothing", "0.1")
     assert holds(smoothed, {"dpo.loss": ("aot_unpaired", "aot"), "dpo.label_smoothing": 0.1, "dpo.wpo": False})
