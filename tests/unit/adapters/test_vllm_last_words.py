@@ -1,6 +1,8 @@
 """The last words of vLLM's processes, told from what they print."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,18 @@ OF_TWO = f"""(Worker_TP1 pid=9) {AT} WorkerProc failed to start.
 """
 
 
+@contextmanager
+def stderr_is(number: int) -> Iterator[None]:
+    """Makes a file the stderr of this process inside the block."""
+    own = os.dup(2)
+    os.dup2(number, 2)
+    try:
+        yield
+    finally:
+        os.dup2(own, 2)
+        os.close(own)
+
+
 def test_the_error_of_the_process_that_failed_first_is_told() -> None:
     assert last_error(OF_ONE) == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert last_error(OF_TWO) == "ValueError: Free memory on device cuda:1 is less than desired."
@@ -41,25 +55,15 @@ def test_the_error_of_the_process_that_failed_first_is_told() -> None:
     ],
 )
 def test_errors_are_read_where_stderr_is_a_file(tmp_path: Path, printed: str, told: str) -> None:
-    log, own = tmp_path / "worker-1.err", os.dup(2)
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            os.write(2, printed.encode())
-            words = last_words()
-        finally:
-            os.dup2(own, 2)
-            os.close(own)
+    log = tmp_path / "worker-1.err"
+    with log.open("w") as file, stderr_is(file.fileno()):
+        os.write(2, printed.encode())
+        words = last_words()
     assert words == f"{told} ({log})"
 
 
 def test_where_stderr_is_no_file_whoever_reads_it_has_seen_the_error() -> None:
-    (read, write), own = os.pipe(), os.dup(2)
-    os.dup2(write, 2)
-    try:
+    read, write = os.pipe()
+    with os.fdopen(read), os.fdopen(write), stderr_is(write):
         words = last_words()
-    finally:
-        os.dup2(own, 2)
-        for end in (read, write, own):
-            os.close(end)
     assert words == "what they have printed says why"
