@@ -21,9 +21,10 @@ import structlog
 from attrs import evolve
 
 from rollgrad.application.episodes.chat_request import ChatRequest, Origin, RefusedError, SessionLimits, check_length
-from rollgrad.application.episodes.ledger import Prepared, TokenLedger
+from rollgrad.application.episodes.ledger import TokenLedger
 from rollgrad.application.episodes.reply import ChatReply, OnPiece, sample_reply, sample_text
 from rollgrad.application.episodes.stop_text import StopText
+from rollgrad.application.episodes.turns import Prepared
 from rollgrad.application.episodes.unlearned import UnlearnedReplies
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason

@@ -11,94 +11,21 @@ Invariants:
 Does not own: sampling and judging replies.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import evolve
 
+from rollgrad.application.episodes.digests import digests, followed, state_number
+from rollgrad.application.episodes.turns import LatestReply, Prepared, Turn
 from rollgrad.domain.episodes.generation import Generation, StopReason
-from rollgrad.domain.episodes.images import PlacedImages
-from rollgrad.domain.episodes.messages import Message, same_message
+from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.routed import recorded
 from rollgrad.domain.episodes.trajectory import Trajectory, TrajectoryBuilder
 from rollgrad.domain.errors import DataError, TrajectoryError
 from rollgrad.domain.ports.chat_codec import ChatCodec, RenderedPrompt, SeesImages, ToolSchema
-
-
-@frozen(kw_only=True, eq=False)
-class Prepared:
-    """A prompt for the engine."""
-
-    token_ids: tuple[int, ...]
-    images: PlacedImages = ()
-    """Images that some of the tokens stand for."""
-    messages: tuple[Message, ...] = ()
-    tools: tuple[ToolSchema, ...] = ()
-    parent: int | None = None
-    """Turn whose tokens the prompt continues; None opens a branch."""
-    role: str = ""
-    """Who replies (`Trajectory.role`)."""
-    continues: int = 0
-    """As in `GenerationRequest`, and so are the next two."""
-    continues_version: int | None = None
-    known_experts: int = 0
-
-    def room(self, wanted: int, max_tokens: int | None) -> int:
-        """Returns how many of `wanted` more tokens fit into `max_tokens` (None: no limit); below 1 none do."""
-        return wanted if max_tokens is None else min(wanted, max_tokens - len(self.token_ids))
-
-
-@define(kw_only=True, eq=False)
-class _Turn:
-    prepared: Prepared
-    generation: Generation
-    messages: tuple[Message, ...]
-    keys: tuple[str, ...]
-    tools: str
-    state: int
-    reward: float = 0.0
-    dropped: bool = False
-    token_ids: tuple[int, ...] = field(init=False)
-    """Tokens of prompt and reply, with which a continuation begins."""
-    known_experts: int = field(init=False)
-    """Number of the first of them whose experts this turn and those before it have."""
-
-    def __attrs_post_init__(self) -> None:
-        self.token_ids = (*self.prepared.token_ids, *self.generation.token_ids)
-        self.known_experts = recorded(self.generation.routed, self.prepared.known_experts)
-
-    @property
-    def version(self) -> int:
-        """Version of the policy that sampled the last token."""
-        return int(self.generation.versions[-1])
-
-    def followed_by(self, added: RenderedPrompt) -> PlacedImages:
-        """Returns the images of the turn's tokens and those of the tokens added to them."""
-        return (*self.prepared.images, *(placed.moved(len(self.token_ids)) for placed in added.images))
-
-    def shows(self, images: PlacedImages) -> bool:
-        """Returns whether the turn's tokens have the first of `images`, and no others."""
-        return self.prepared.images == tuple(placed for placed in images if placed.start < len(self.token_ids))
-
-
-@frozen(kw_only=True, eq=False)
-class LatestReply:
-    """The latest reply."""
-
-    message: Message
-    token_ids: tuple[int, ...]
-    """Tokens from the beginning of its branch to its end."""
-    opening: int
-    """Number of tokens before the branch's first reply."""
-    version: int
-    """Version of the policy that sampled its last token."""
-    stop_reason: StopReason
-    """Why it ended."""
-    images: PlacedImages = ()
-    """Images that some of the tokens stand for."""
 
 
 class TokenLedger:
@@ -106,7 +33,9 @@ class TokenLedger:
 
     def __init__(self, codec: ChatCodec) -> None:
         self._codec = codec
-        self._turns: list[_Turn] = []
+        self._turns: list[Turn] = []
+        self._same: dict[bytes, list[int]] = {}
+        """Turns by the digest of their conversation."""
 
     @property
     def turns(self) -> int:
@@ -132,22 +61,34 @@ class TokenLedger:
         kept = [index for index, turn in enumerate(self._turns) if not turn.dropped]
         if not kept:
             raise TrajectoryError("There is no reply yet that could be judged.")
-        first = latest = self._turns[kept[-1]]
-        while first.prepared.parent is not None:
-            first = self._turns[first.prepared.parent]
+        latest = self._turns[kept[-1]]
         return LatestReply(
             message=latest.messages[-1],
-            token_ids=latest.token_ids,
-            opening=len(first.prepared.token_ids),
+            token_ids=self.token_ids(kept[-1]),
+            opening=len(self._turns[self._path(kept[-1])[0]].added),
             version=latest.version,
             stop_reason=latest.generation.stop_reason,
-            images=latest.prepared.images,
+            images=latest.images,
         )
+
+    def token_ids(self, turn: int) -> tuple[int, ...]:
+        """Returns the tokens from the beginning of a turn's branch to the end of its reply, with which a continuation
+        begins."""
+        return tuple(chain.from_iterable(self._turns[index].own for index in self._path(turn)))
+
+    def _path(self, turn: int) -> list[int]:
+        """Returns the turns from the beginning of a branch to `turn`."""
+        path: list[int] = []
+        index: int | None = turn
+        while index is not None:
+            path.append(index)
+            index = self._turns[index].parent
+        return path[::-1]
 
     @property
     def roles(self) -> list[str]:
         """The roles that have replied."""
-        return [*dict.fromkeys(turn.prepared.role for turn in self._turns if not turn.dropped)]
+        return [*dict.fromkeys(turn.role for turn in self._turns if not turn.dropped)]
 
     def prepare(
         self,
@@ -166,29 +107,23 @@ class TokenLedger:
         Raises:
             DataError: the template refuses the messages.
         """
-        keys, written = tuple(map(same_message, messages)), _written(tools)
-        best: int | None = None
-        highest = (0, False, 0)
-        for index, turn in enumerate(self._turns):
-            same = turn.tools == written and turn.prepared.role == role
-            continues = same and len(turn.keys) < len(keys) and keys[: len(turn.keys)] == turn.keys
-            rank = len(turn.keys), index == follows, index
-            if continues and not turn.dropped and rank > highest:
-                best, highest = index, rank
+        said = digests(messages, tools, role)
+        best = next((turn for digest in said[-2:0:-1] if (turn := self._that_said(digest, follows)) is not None), None)
         if best is not None:
             turn = self._turns[best]
-            new = tuple(messages[len(turn.keys) :])
+            new = tuple(messages[len(turn.messages) :])
             messages = (*turn.messages, *new)
             between = self._between(turn, new, tools)
             if between is not None:
                 return self._with_history(
                     Prepared(
-                        token_ids=(*turn.token_ids, *between.token_ids),
+                        token_ids=(*self.token_ids(best), *between.token_ids),
                         images=turn.followed_by(between),
                         messages=messages,
                         tools=tuple(tools),
                         parent=best,
                         role=role,
+                        conversation=said[-1],
                     )
                 )
         rendered = self._codec.render(messages, tools)
@@ -200,8 +135,14 @@ class TokenLedger:
                 tools=tuple(tools),
                 parent=self._longest_prefix(rendered, role),
                 role=role,
+                conversation=said[-1],
             )
         )
+
+    def _that_said(self, conversation: bytes, follows: int | None) -> int | None:
+        """Returns the turn at the end of a conversation: `follows` if it is one of several, else the latest."""
+        turns = [index for index in self._same.get(conversation, ()) if not self._turns[index].dropped]
+        return follows if follows in turns else turns[-1] if turns else None
 
     def _with_history(self, prepared: Prepared) -> Prepared:
         """Returns a prompt with what is known of the tokens of its parent, with which it begins."""
@@ -210,12 +151,12 @@ class TokenLedger:
         turn = self._turns[prepared.parent]
         return evolve(
             prepared,
-            continues=len(turn.token_ids),
+            continues=turn.length,
             continues_version=turn.version,
             known_experts=turn.known_experts,
         )
 
-    def _between(self, turn: _Turn, new: Sequence[Message], tools: Sequence[ToolSchema]) -> RenderedPrompt | None:
+    def _between(self, turn: Turn, new: Sequence[Message], tools: Sequence[ToolSchema]) -> RenderedPrompt | None:
         reply = turn.generation.token_ids
         if isinstance(self._codec, SeesImages):
             return self._codec.continued(turn.messages, new, tools, reply_token_ids=reply)
@@ -236,37 +177,54 @@ class TokenLedger:
         if images and not isinstance(self._codec, SeesImages):
             raise DataError("The environment returned images, but the model sees none: leave them out.")
         added = (
-            self._codec.marked(text, images, earlier=len(latest.prepared.images))
+            self._codec.marked(text, images, earlier=len(latest.images))
             if isinstance(self._codec, SeesImages)
             else RenderedPrompt(text=text, token_ids=self._codec.encode(text))
         )
+        message = {"role": "user", "content": text}
         return self._with_history(
             Prepared(
-                token_ids=(*latest.token_ids, *added.token_ids),
+                token_ids=(*self.token_ids(len(self._turns) - 1), *added.token_ids),
                 images=latest.followed_by(added),
-                messages=(*latest.messages, {"role": "user", "content": text}),
-                tools=latest.prepared.tools,
+                messages=(*latest.messages, message),
+                tools=latest.tools,
                 parent=len(self._turns) - 1,
-                role=latest.prepared.role,
+                role=latest.role,
+                conversation=followed(latest.conversation, message),
             )
         )
 
     def commit(self, prepared: Prepared, generation: Generation, message: Message, *, state: str | None = None) -> int:
         """Records the reply to `prepared`, and its message; returns the turn's number. `state` names the state in which
-        it was chosen; by default it is what was said since the reply before it."""
-        messages = (*prepared.messages, message)
+        it was chosen; by default it is what was said since the reply before it.
+
+        Raises:
+            TrajectoryError: the prompt does not begin with the tokens of the turn that it continues.
+        """
+        before = () if prepared.parent is None else self.token_ids(prepared.parent)
+        if prepared.token_ids[: len(before)] != before:
+            raise TrajectoryError(
+                f"The {len(before)} recorded tokens are not a prefix of the {len(prepared.token_ids)} given: the "
+                "history was rewritten, so it must start another trajectory of the same sample."
+            )
         if prepared.parent is not None:
             self._turns[prepared.parent].dropped = False  # it is continued, so it counts after all
-        self._turns.append(
-            _Turn(
-                prepared=prepared,
-                generation=generation,
-                messages=messages,
-                keys=tuple(map(same_message, messages)),
-                tools=_written(prepared.tools),
-                state=_state(prepared, state),
-            )
+        said = prepared.conversation or digests(prepared.messages, prepared.tools, prepared.role)[-1]
+        turn = Turn(
+            parent=prepared.parent,
+            role=prepared.role,
+            added=prepared.token_ids[len(before) :],
+            generation=generation,
+            length=len(prepared.token_ids) + len(generation.token_ids),
+            images=prepared.images,
+            messages=(*prepared.messages, message),
+            tools=prepared.tools,
+            conversation=followed(said, message),
+            state=state_number(prepared, state),
+            known_experts=recorded(generation.routed, prepared.known_experts),
         )
+        self._turns.append(turn)
+        self._same.setdefault(turn.conversation, []).append(len(self._turns) - 1)
         return len(self._turns) - 1
 
     def set_reward(self, turn: int, reward: float) -> None:
@@ -275,7 +233,7 @@ class TokenLedger:
 
     def add_reward(self, role: str, reward: float) -> None:
         """Adds to the reward of the latest turn of a role; of one that has not replied nothing is known."""
-        turns = [turn for turn in self._turns if turn.prepared.role == role and not turn.dropped]
+        turns = [turn for turn in self._turns if turn.role == role and not turn.dropped]
         if turns:
             turns[-1].reward += reward
 
@@ -286,13 +244,13 @@ class TokenLedger:
 
     def reward_last(self, reward: float, role: str | None = None) -> None:
         """Sets the episode's reward of a role, on its latest reply; without `role`, of each."""
-        latest = {turn.prepared.role: index for index, turn in enumerate(self._turns) if not turn.dropped}
+        latest = {turn.role: index for index, turn in enumerate(self._turns) if not turn.dropped}
         for index in latest.values() if role is None else [latest[role]]:
             self.set_reward(index, reward)
 
     def drop_leaf(self, turn: int) -> None:
         """Leaves a turn out, unless another turn continues it."""
-        self._turns[turn].dropped = all(other.prepared.parent != turn for other in self._turns)
+        self._turns[turn].dropped = all(other.parent != turn for other in self._turns)
 
     def trajectories(
         self,
@@ -321,12 +279,12 @@ class TokenLedger:
         earned: dict[str, list[float]] = {role: [] for role in self.roles}
         for turn in self._turns:
             if not turn.dropped:
-                earned[turn.prepared.role].append(turn.reward)
-        last = {self._turns[leaf].prepared.role: leaf for leaf in leaves}
+                earned[turn.role].append(turn.reward)
+        last = {self._turns[leaf].role: leaf for leaf in leaves}
         trained: set[int] = set()
         result = []
         for leaf in leaves:
-            role = self._turns[leaf].prepared.role
+            role = self._turns[leaf].role
             built = self._branch(leaf, trained, group_id, sample_id).build(
                 stop_reason=stop_reason,
                 score=math.fsum(earned[role]) if score is None else score,
@@ -340,54 +298,36 @@ class TokenLedger:
         return result
 
     def _leaves(self) -> list[int]:
-        continued = {turn.prepared.parent for turn in self._turns if not turn.dropped}
+        continued = {turn.parent for turn in self._turns if not turn.dropped}
         return [i for i, turn in enumerate(self._turns) if not turn.dropped and i not in continued]
 
     def _branch(self, leaf: int, trained: set[int], group_id: int, sample_id: int) -> TrajectoryBuilder:
-        path: list[int] = []
-        index: int | None = leaf
-        while index is not None:
-            path.append(index)
-            index = self._turns[index].prepared.parent
-        new = [index for index in reversed(path) if index not in trained]
+        path = self._path(leaf)
+        new = [index for index in path if index not in trained]
         trained.update(new)
+        first = self._turns[new[0]]
+        earlier = () if first.parent is None else self.token_ids(first.parent)
         builder = TrajectoryBuilder(
-            self._turns[new[0]].prepared.token_ids,
-            group_id=group_id,
-            sample_id=sample_id,
-            images=self._turns[leaf].prepared.images,
+            (*earlier, *first.added), group_id=group_id, sample_id=sample_id, images=self._turns[leaf].images
         )
-        for index in path[len(new) :][::-1]:
+        for index in path[: len(path) - len(new)]:
             builder.add_routed(self._turns[index].generation.routed)
         for index in new:
             turn = self._turns[index]
-            builder.expect_prefix(turn.prepared.token_ids)
-            builder.add_observation(turn.prepared.token_ids[len(builder.token_ids) :])
+            if turn is not first:
+                builder.add_observation(turn.added)
             builder.add_action(turn.generation, turn=index, state=turn.state)
             builder.set_reward(turn.reward)
         return builder
 
     def _longest_prefix(self, prompt: RenderedPrompt, role: str) -> int | None:
-        token_ids, best = prompt.token_ids, None
+        best: int | None = None
+        begun: set[int | None] = {None}  # turns whose tokens the prompt begins with
         for index, turn in enumerate(self._turns):
-            longer = best is None or len(turn.token_ids) > len(self._turns[best].token_ids)
-            begins = token_ids[: len(turn.token_ids)] == turn.token_ids
-            if longer and begins and turn.prepared.role == role and not turn.dropped and turn.shows(prompt.images):
+            if turn.parent not in begun or prompt.token_ids[turn.begin : turn.length] != tuple(turn.own):
+                continue
+            begun.add(index)
+            longer = best is None or turn.length > self._turns[best].length
+            if longer and turn.role == role and not turn.dropped and turn.shows(prompt.images):
                 best = index
         return best
-
-
-def _state(prepared: Prepared, name: str | None) -> int:
-    """Returns the number of a state, from its name or from the messages after the latest reply. Without any messages,
-    before the first reply of an episode in plain text, the tokens stand for them."""
-    said: list[str] = []
-    for message in reversed(prepared.messages):
-        if message["role"] == "assistant":
-            break
-        said.append(same_message(message))
-    what = json.dumps(["named", name] if name is not None else ["said", said or prepared.token_ids])
-    return int.from_bytes(blake2b(what.encode(errors="surrogatepass"), digest_size=8).digest(), "big", signed=True)
-
-
-def _written(tools: Sequence[ToolSchema]) -> str:
-    return json.dumps(list(tools), sort_keys=True, default=str)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from attrs import evolve, frozen
 
-from rollgrad.application.episodes.ledger import Prepared
+from rollgrad.application.episodes.turns import Prepared
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams
 from rollgrad.domain.episodes.messages import ParsedReply, ReplyForm, assistant_message
 from rollgrad.domain.episodes.top_logprobs import TopLogprobs

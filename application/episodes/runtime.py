@@ -8,9 +8,10 @@ from typing import Any
 import structlog
 from attrs import evolve, frozen
 
-from rollgrad.application.episodes.ledger import Prepared, TokenLedger
+from rollgrad.application.episodes.ledger import TokenLedger
 from rollgrad.application.episodes.reply import OnPiece, sample_reply, sample_tokens
 from rollgrad.application.episodes.session import AgentSession
+from rollgrad.application.episodes.turns import Prepared
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.episodes.generation import SamplingParams, StopReason
 from rollgrad.domain.episodes.messages import Action, ReplyForm, assistant_message

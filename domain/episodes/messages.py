@@ -27,7 +27,7 @@ def texts(value: Any) -> Iterator[str]:
         item = waiting.pop()
         if isinstance(item, str):
             yield item
-        elif isinstance(item, Mapping):
+        elif isinstance(item, (dict, Mapping)):  # most are dicts, which take a fifth of the time
             waiting += [*item, *item.values()]
         elif isinstance(item, list | tuple):
             waiting += item
@@ -79,9 +79,6 @@ class ReplyForm:
     several: bool = False
     """Whether it may call several."""
 
-
-LONGEST_COMPARED = 1000
-"""Characters of a message from which on its sha256 is compared."""
 
 IMAGE_MARK = "[image]"
 """Text in a tool's answer that stands for an image."""
@@ -175,15 +172,13 @@ def same_message(message: Message) -> str:
     Ids of calls, the order of keys and thinking are left out, because clients change or drop them when they send a
     history back.
     """
+    role, content = message["role"], message.get("content") or ""
     calls = [
         [call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or () if call
     ]
-    content = message.get("content") or ""
-    said = json.dumps([message["role"], content, calls], sort_keys=True, ensure_ascii=False, default=_short)
-    if len(said) <= LONGEST_COMPARED:
-        return said
-    # A client's images are megabytes of text, which would be kept with each turn that follows them.
-    return sha256(said.encode(errors="surrogatepass")).hexdigest()
+    if isinstance(content, str) and not calls:  # most messages: JSON would take ten times as long
+        return f"{role}\0{content}"
+    return json.dumps([role, content, calls], sort_keys=True, ensure_ascii=False, default=_short)
 
 
 def _short(value: Any) -> str:

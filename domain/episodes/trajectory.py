@@ -186,18 +186,6 @@ class TrajectoryBuilder:
         if token_ids:
             self._append(SegmentKind.OBSERVATION, token_ids, [0.0] * len(token_ids), [NO_VERSION] * len(token_ids))
 
-    def expect_prefix(self, token_ids: Sequence[int]) -> None:
-        """Checks that `token_ids` continues exactly what has been recorded.
-
-        Raises:
-            TrajectoryError: the history was rewritten; it must become a segment of its own.
-        """
-        if list(token_ids[: len(self._tokens)]) != self._tokens:
-            raise TrajectoryError(
-                f"The {len(self._tokens)} recorded tokens are not a prefix of the {len(token_ids)} given: "
-                "the history was rewritten, so it must start another trajectory of the same sample."
-            )
-
     def set_reward(self, reward: float) -> None:
         """Sets the reward of the latest action segment, replacing an earlier one.
 

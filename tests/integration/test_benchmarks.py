@@ -34,6 +34,7 @@ RESULTS = {
     "judges.py": r"^reasoning-gym: \d+ verdicts/s, without walls \d+: \d+\.\d+ times$",
     "learning_curves.py": r"on_policy_distill │\s+\d+%",
     "load_memory.py": r"^│ \d+\.\d\d GB .*│ \d+%",
+    "long_episodes.py": r"^ratio \d+\.\d+$",
     "loops_learn.py": r"csft +│ 1 +│ +-\d+\.\d\d",
     "pictures_learn.py": r"streak +│ 1 +│ \d+ +│ \d+%",
     "prompt_sharing.py": r"^work \d+\.\d+$",

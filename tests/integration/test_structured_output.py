@@ -20,8 +20,8 @@ from rollgrad.adapters.servers.agent_server import AgentServer
 from rollgrad.adapters.servers.server import Server
 from rollgrad.application.episodes.chat_request import ChatRequest, SessionLimits
 from rollgrad.application.episodes.chat_service import ChatService
-from rollgrad.application.episodes.ledger import Prepared
 from rollgrad.application.episodes.reply import sample_tokens
+from rollgrad.application.episodes.turns import Prepared
 from rollgrad.domain.batches.packed import pack
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.episodes.messages import ReplyForm

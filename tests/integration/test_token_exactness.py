@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.application.episodes.digests import digests
 from rollgrad.application.episodes.ledger import TokenLedger
 from rollgrad.application.episodes.multi_turn import MultiTurnExecutor
 from rollgrad.domain.episodes.generation import GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.episodes.messages import Action, Message, assistant_message, same_message
+from rollgrad.domain.episodes.messages import Action, Message, assistant_message
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.episodes.rewards import RolloutFailure
 from rollgrad.domain.episodes.trajectory import NO_VERSION, SegmentKind, Trajectory
@@ -327,7 +328,7 @@ def test_a_history_that_clients_garble_still_continues(recorder: Recorder) -> No
     turn = recorder.ledger._turns[0]
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "repeat", "arguments": {"text": "x", "n": 1}}}
     turn.messages = (USER, {**assistant_message("", reasoning="hm"), "tool_calls": [call]})
-    turn.keys = tuple(map(same_message, turn.messages))
+    recorder.ledger._same = {digests(turn.messages, [TOOL], "")[-1]: [0]}
     garbled = copy.deepcopy(call)
     garbled["id"] = "call_2"
     garbled["function"] = {"arguments": {"n": 1, "text": "x"}, "name": "repeat"}
@@ -335,7 +336,7 @@ def test_a_history_that_clients_garble_still_continues(recorder: Recorder) -> No
     result = {"role": "tool", "tool_call_id": "call_2", "content": "x", "name": "repeat"}
     prepared = recorder.ledger.prepare([USER, echo, result], [TOOL])
     assert prepared.parent == 0
-    assert prepared.token_ids[: len(turn.token_ids)] == turn.token_ids
+    assert prepared.token_ids[: turn.length] == recorder.ledger.token_ids(0)
     assert prepared.messages[:2] == turn.messages
 
 
@@ -479,11 +480,10 @@ def test_any_agent_on_one_ledger(family: str, tiny_tokenizer: Any, data: st.Data
             recorder.ledger.drop_leaf(turn)
     turns = recorder.ledger._turns
     dropped = {i for i, turn in enumerate(turns) if turn.dropped}
-    for turn in turns:
-        parent = turn.prepared.parent
-        if parent is not None:
-            before = turns[parent].token_ids
-            assert turn.prepared.token_ids[: len(before)] == before
-            assert turn.dropped or not turns[parent].dropped
+    for index, turn in enumerate(turns):
+        if turn.parent is not None:
+            before = recorder.ledger.token_ids(turn.parent)
+            assert recorder.ledger.token_ids(index)[: len(before)] == before
+            assert turn.dropped or not turns[turn.parent].dropped
     if len(dropped) < len(turns):
         assert len(recorder.trajectories(sorted(dropped))) == recorder.ledger.branches

@@ -11,8 +11,8 @@ from tokenizers import AddedToken
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.engines.embedded.grammars import Grammars
-from rollgrad.application.episodes.ledger import Prepared
 from rollgrad.application.episodes.reply import sample_reply
+from rollgrad.application.episodes.turns import Prepared
 from rollgrad.domain.episodes.generation import SamplingParams
 from rollgrad.domain.episodes.messages import ReplyForm
 from rollgrad.domain.errors import DataError

@@ -7,8 +7,9 @@ import torch
 from attrs import evolve
 
 from rollgrad.application.engines.resuming import ContinuingEngine
-from rollgrad.application.episodes.ledger import Prepared, TokenLedger
+from rollgrad.application.episodes.ledger import TokenLedger
 from rollgrad.application.episodes.reply import sample_tokens
+from rollgrad.application.episodes.turns import Prepared
 from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
 from rollgrad.domain.episodes.messages import Message
 from rollgrad.domain.episodes.routed import RoutedTokens, experts_of, recorded, unrecorded

@@ -118,23 +118,28 @@ async def test_what_callers_were_given_is_learned_from_once_and_nothing_else(see
 
     turns = session.ledger._turns
     given = Counter(reply.turn for reply in (caller.task.result() for caller in agent.delivered()))
-    parents = {turn.prepared.parent for turn in turns if not turn.dropped}
+    parents = {turn.parent for turn in turns if not turn.dropped}
     for number, turn in enumerate(turns):
         assert not turn.dropped or (number not in in_time and number not in parents)
         assert turn.dropped or number in given or number in parents
     learned = actions(session)
     assert set(learned.values()) <= {1}
-    kept = [turn for turn in turns if not turn.dropped]
     assert set(learned) == {
-        (turn.prepared.token_ids, tuple(turn.generation.token_ids), tuple(turn.generation.logprobs)) for turn in kept
+        (
+            session.ledger.token_ids(number)[: -len(turn.generation.token_ids)],
+            tuple(turn.generation.token_ids),
+            tuple(turn.generation.logprobs),
+        )
+        for number, turn in enumerate(turns)
+        if not turn.dropped
     }
     sampled = {(prompt, tuple(reply.token_ids), tuple(reply.logprobs)) for prompt, reply in engine.said}
     assert set(learned) <= sampled
     for caller in agent.delivered():
         reply = caller.task.result()
         assert reply.turn is not None
-        assert turns[reply.turn].prepared.role == caller.role
-        assert turns[reply.turn].prepared.messages[: len(caller.messages)] == tuple(caller.messages)
+        assert turns[reply.turn].role == caller.role
+        assert turns[reply.turn].messages[: len(caller.messages)] == tuple(caller.messages)
         assert turns[reply.turn].generation.token_ids == reply.generation.token_ids
     for number, count in given.items():  # only who repeats a request shares the reply to it
         sharing = [caller for caller in agent.delivered() if caller.task.result().turn == number]

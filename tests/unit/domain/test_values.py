@@ -84,11 +84,6 @@ def test_impossible_episodes_are_refused() -> None:
     builder.add_action(said(3))
     with pytest.raises(TrajectoryError, match="finite"):
         builder.set_reward(float("nan"))
-    builder.expect_prefix([1, 2, 3, 4])
-    with pytest.raises(TrajectoryError, match="rewritten"):
-        builder.expect_prefix([1, 9, 3, 4])
-    with pytest.raises(TrajectoryError, match="rewritten"):
-        builder.expect_prefix([1, 2])
     with pytest.raises(TrajectoryError, match="score"):
         builder.build(stop_reason=StopReason.STOP, score=float("inf"))
 
@@ -402,14 +397,12 @@ def test_errors_cross_processes(kind: type[errors.RollgradError]) -> None:
     assert kind is errors.RollgradError or len(kind.__mro__) > len(errors.RollgradError.__mro__) + 1
 
 
-def test_images_in_messages_are_compared_by_short_texts() -> None:
+def test_images_in_messages_are_compared() -> None:
     def text(picture: bytes | str) -> str:
         return same_message({"role": "user", "content": [{"type": "image", "image": picture}]})
 
     large = bytes(1_000_000)
     assert text(large) == text(bytes(1_000_000)) != text(large + b"1")
-    assert len(text(large)) < 200
     uri = f"data:image/png;base64,{'A' * 1_000_000}"
     assert text(uri) == text("".join(uri)) != text(f"{uri}A")
-    assert len(text(uri)) < 200
     assert text(f"{uri}\ud800") != text(uri), "a lone surrogate, which UTF-8 cannot have"
