@@ -65,7 +65,7 @@ def guard(
     every = _pattern((*special_tokens, *template_tokens))
     messages = [_with_whole_tokens(message, every) for message in messages]
     written = "\n".join(all_texts([messages, tools]))
-    if not any(token in written for token in (*special_tokens, *template_tokens)):
+    if not every.search(written):
         return Guarded(list(messages), list(tools))
     mark = unused_character([messages, tools])
     own, others = _pattern(tuple(special_tokens)), every
@@ -122,7 +122,7 @@ def unused_character(value: Any) -> str:
     Raises:
         DataError: the texts use all of them.
     """
-    used = set("".join(all_texts(value)))
+    used = set("".join(text for text in all_texts(value) if not text.isascii()))
     mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
     if mark is None:
         raise DataError("The messages use every private-use character: none is left to mark special tokens with.")
