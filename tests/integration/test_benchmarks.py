@@ -63,8 +63,13 @@ SPAWNING = {
 """Scripts that start vLLM or groups of processes, which are forks here."""
 CLUSTERS = {"cluster_learns.py", "weight_fleet.py"}
 """Scripts that start Ray, whose workers are forks, too."""
-LONG = {"real_clients.py"}
-"""Scripts whose smallest work takes half a minute."""
+LONG = {
+    *("activations.py", "agents_learn.py", "cluster_learns.py", "judges.py", "loops_learn.py", "pictures_learn.py"),
+    *("real_clients.py", "server_load.py", "tinker_recipes.py", "trainers_learn.py", "versus_trl.py"),
+    "weight_fleet.py",
+}
+"""Scripts whose smallest work takes a processor more than seven seconds. What they use of rollgrad has tests of its
+own; that they call it rightly is checked with its types."""
 STARTED_BY_OTHERS = {"server_clients.py"}
 """Scripts that a benchmark runs in a process of their own."""
 
