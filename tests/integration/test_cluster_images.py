@@ -97,11 +97,12 @@ PAIRS = [
 REWARD_METRICS = ("train/loss", "train/grad_norm", "train/accuracy", "eval/loss", "eval/score_std")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "division",
     [
-        pytest.param({"ds.zero_stage": 3}, marks=pytest.mark.wide),
-        pytest.param({"cluster.strategy": Strategy.FSDP2}, marks=pytest.mark.wide),
+        {"ds.zero_stage": 3},
+        {"cluster.strategy": Strategy.FSDP2},
         {"cluster.strategy": Strategy.FSDP2, "ds.sequence_parallel_size": 2},
     ],
     ids=["zero3", "fsdp2", "sequences"],
@@ -138,7 +139,8 @@ def test_a_reward_model_learns_from_images_in_processes_as_in_one(
     assert max(float((one[f"model.{name}"] - before[name]).abs().max()) for name in tower) > 1e-3  # it learns
 
 
-@pytest.mark.parametrize("learns", ["model", pytest.param("adapters", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("learns", ["model", "adapters"])
 def test_a_run_on_vllm_in_a_cluster_learns_from_images(
     ray: None, runs_share_processes: None, learns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

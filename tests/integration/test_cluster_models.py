@@ -422,7 +422,10 @@ def test_weights_that_nobody_reads_to_the_end_hold_nobody_up(group: WorkerGroup,
 
 @pytest.mark.parametrize(
     ("group", "stage", "offload"),
-    [(2, 2, False), (2, 3, False), (2, FSDP, False), (3, 3, True), (3, FSDP, True), (2, 0, False)],
+    [
+        *((2, stage, False) for stage in (2, 3, FSDP, 0)),
+        *(pytest.param(3, stage, True, marks=pytest.mark.wide if stage == 3 else ()) for stage in (3, FSDP)),
+    ],
     indirect=["group"],
 )
 def test_each_process_sends_the_part_of_the_weights_that_it_has(

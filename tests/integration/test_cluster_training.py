@@ -173,7 +173,7 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 }
 """How processes share a model, where not by ZeRO alone: two, or three, which divide queries, for there are two
 key/value heads."""
-ALIKE = "sft", "dpo", "dpo_of_three", "rm_of_three"
+ALIKE = "sft", "dpo", "dpo_of_three", "dpo_moving", "rm_of_three"
 """Runs of which the others show what is their own."""
 
 

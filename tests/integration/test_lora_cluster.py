@@ -106,12 +106,13 @@ def test_a_state_continues_in_any_division(group: WorkerGroup, stage: int, tiny_
         policy.load_state_dict(cluster.policy(str(tiny_model_dir)).state_dict())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("stage", "adapters"),
     [
-        pytest.param(2, lora.LORA, marks=pytest.mark.wide),
+        (2, lora.LORA),
         (3, lora.LORA),
-        pytest.param(2, lora.QLORA, marks=pytest.mark.wide),
+        (2, lora.QLORA),
     ],
 )
 def test_in_bfloat16_too(group: WorkerGroup, stage: int, adapters: LoraConfig, tiny_model_dir: Path) -> None:

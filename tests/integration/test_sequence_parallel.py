@@ -43,7 +43,7 @@ AT_ITS_STAGES = pytest.mark.parametrize(
         pytest.param(4, "Llama", 3, 4, marks=pytest.mark.wide),
         pytest.param(4, "Qwen3", FSDP, 4, marks=pytest.mark.wide),
         pytest.param(2, "nemotron_h", 2, 2, marks=pytest.mark.wide),
-        (2, "qwen3_5_text", 3, 2),
+        pytest.param(2, "qwen3_5_text", 3, 2, marks=pytest.mark.wide),
         (4, "qwen3_5_text", FSDP, 4),
     ],
     indirect=["group", "model_dir"],

@@ -39,7 +39,7 @@ everywhere = pytest.mark.parametrize(
     ("group", "model_dir", "stage"),
     [
         pytest.param(ONE_PAIR, "Qwen2", 0, marks=pytest.mark.wide),
-        (ONE_PAIR, "Qwen3", 3),
+        pytest.param(ONE_PAIR, "Qwen3", 3, marks=pytest.mark.wide),
         pytest.param(TWO_PAIRS, "Qwen3", 0, marks=pytest.mark.wide),
         pytest.param(TWO_PAIRS, "Qwen2", 2, marks=pytest.mark.wide),
         (TWO_PAIRS, "Qwen2", 3),
@@ -118,7 +118,8 @@ def test_a_state_continues_in_any_division(group: WorkerGroup, stage: int, model
     assert_same_weights(ended, lone, TOLERANCE)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.wide), 3])
+@pytest.mark.wide
+@pytest.mark.parametrize("stage", [2, 3])
 @in_two_pairs
 def test_in_bfloat16_too(group: WorkerGroup, stage: int, model_dir: str) -> None:
     lone = cluster.policy(model_dir, dtype=torch.bfloat16)
