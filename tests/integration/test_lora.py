@@ -338,7 +338,7 @@ def test_a_reference_in_processes_of_its_own_is_quantised_unless_another_model_i
     assert not any(map(is_quantised, make_actor_model(config.actor).parameters())), "an engine's own model"
 
 
-@pytest.mark.parametrize("load_in_4bit", [False, True])
+@pytest.mark.parametrize("load_in_4bit", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_a_resumed_run_is_the_run_that_was_never_interrupted(
     make: Callable[..., RLConfig], tiny_model_dir: Path, load_in_4bit: bool
 ) -> None:

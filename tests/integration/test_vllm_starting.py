@@ -148,7 +148,9 @@ def test_on_gpus_processes_share_a_model_without_ray_and_steps_are_as_large_as_a
 
 @pytest.mark.chaos
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
-@pytest.mark.parametrize("divided", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "divided", [pytest.param("tensor_parallel_size", marks=pytest.mark.wide), "pipeline_parallel_size"]
+)
 async def test_an_engine_of_two_processes_says_what_the_trainer_computes_until_it_is_killed(
     tiny_tokenizer: Any, tmp_path: Path, policy: TorchPolicy, divided: str
 ) -> None:

@@ -15,17 +15,9 @@ from tests.vllm_sweep import IN_VLLM, TOLERANCES, TYPES, examine, gap, move, sam
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("vllm_host")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "falcon_h1",
-        *(
-            pytest.param(each, marks=pytest.mark.wide)
-            for each in ("gpt_oss", "minimax_m2", "glm4_moe", "lfm2_moe", "qwen3_next")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["falcon_h1", "gpt_oss", "minimax_m2", "glm4_moe", "lfm2_moe", "qwen3_next"])
 def test_a_type_takes_weights_as_the_documents_say(name: str) -> None:
     """A loader that turns matrices, one that computes, one without a name, and numbers that are no parameters; layers
     with states of three kinds; what is repaired on a CPU."""
