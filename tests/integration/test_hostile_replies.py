@@ -15,6 +15,7 @@ from tests.hostile_replies import (
     Traps,
     ask,
     certain,
+    code,
     entry,
     forms,
     replies,
@@ -46,11 +47,15 @@ def test_there_are_enough_replies(set_traps: Traps) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind is Verifier.MATH else pytest.mark.wide) for kind in Verifier]
+    ("kind", "every"),
+    [(Verifier.MATH, 2), *(pytest.param(kind, 1, marks=pytest.mark.wide) for kind in Verifier)],
 )
-def test_verifiers(kind: Verifier, set_traps: Traps) -> None:
+def test_verifiers(kind: Verifier, every: int, set_traps: Traps) -> None:
+    """Asked are all attacks, and of their wrapped forms and of other replies every one or every second."""
     judge, right, wrong = verifiers(SHORT)[kind]
-    asked = [ask(forms(reply)[n % 4], "7") for n, reply in enumerate(replies(set_traps))]
+    texts, attacks = replies(set_traps), len(code(set_traps))
+    texts = texts[:attacks] + texts[attacks::every]
+    asked = [ask(forms(reply)[n % 4], "7") for n, reply in enumerate(texts)]
     rewards = score(judge, asked)
     assert len(rewards) == len(asked)
     assert {reward.value for reward in rewards} <= {0.0, 1.0}
