@@ -64,9 +64,9 @@ SPAWNING = {
 CLUSTERS = {"cluster_learns.py", "weight_fleet.py"}
 """Scripts that start Ray, whose workers are forks, too."""
 LONG = {
-    *("activations.py", "agents_learn.py", "cluster_learns.py", "judges.py", "loops_learn.py", "pictures_learn.py"),
-    *("real_clients.py", "server_load.py", "tinker_recipes.py", "trainers_learn.py", "versus_trl.py"),
-    "weight_fleet.py",
+    *("activations.py", "agents_learn.py", "cluster_learns.py", "first_light.py", "judges.py", "loops_learn.py"),
+    *("pictures_learn.py", "real_clients.py", "server_load.py", "tinker_recipes.py", "trainers_learn.py"),
+    *("versus_trl.py", "weight_fleet.py"),
 }
 """Scripts whose smallest work takes a processor more than seven seconds. What they use of rollgrad has tests of its
 own; that they call it rightly is checked with its types."""
