@@ -182,7 +182,8 @@ def adapted(path: Path, *, compiles: bool, weights: dict[str, Tensor] | None = N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [AS_IT_IS, pytest.param("inductor", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("backend", [AS_IT_IS, "inductor"])
 def test_a_policy_with_adapters_whose_layers_are_compiled_and_recomputed_takes_the_same_steps(
     tiny_model_dir: Path, backend: str
 ) -> None:
@@ -195,8 +196,9 @@ def test_a_policy_with_adapters_whose_layers_are_compiled_and_recomputed_takes_t
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_fused_layers_give_the_same_log_probs() -> None:
-    """Without gradients, whose code takes the compiler of a CPU most of a minute."""
+    """Without gradients, whose code takes the compiler of a CPU most of a minute; this takes it half of one."""
     with compiler("inductor"):
         plain, fused = (PackedLM(installed("llama")) for _ in range(2))
         compile_layers(fused.model)
