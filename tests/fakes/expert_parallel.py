@@ -1,6 +1,5 @@
 """Mixtures whose experts several processes divide: importable there."""
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from rollgrad.adapters.models.torch.references import TorchReference
 from tests.compiled_layers import AS_IT_IS, AS_WRITTEN, compiler
 from tests.fakes import cluster, lora
 from tests.fakes.cluster import FSDP
-from tests.meeting_processes import met
+from tests.meeting_processes import fork_all, met
 from tests.tiny_architectures import VOCABULARY, tiny_model
 
 TIMEOUT = 300.0
@@ -122,4 +121,4 @@ def rank_reference(path: str, size: int) -> TorchReference:
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    fork_all(work, tiny_model)

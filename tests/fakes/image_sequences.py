@@ -1,6 +1,5 @@
 """Passes over images that several processes make together: importable there."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rollgrad.adapters.models.torch.layers.attention import install_attention
 from rollgrad.domain.batches.examples import ExampleBatch, pack_sequences
 from rollgrad.domain.episodes.examples import WeightedTokens
 from tests.fakes.sequence_parallel import gradients, joined
+from tests.meeting_processes import fork_all
 from tests.tiny_vision import ask, codec_of, picture, tiny_vlm
 
 RED, WIDE = picture((200, 0, 0)), picture((0, 150, 0), width=56, height=24)
@@ -62,4 +62,4 @@ def work(folder: Path, timeout: float, rank: int, processes: int, families: list
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    fork_all(work, tiny_vlm)

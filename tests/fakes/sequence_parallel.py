@@ -1,6 +1,5 @@
 """Forward and backward passes that several processes make together: importable there."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +25,7 @@ from rollgrad.domain.ports.models import LossOutput, TokenScores
 from rollgrad.testing.agent_executor import make_trajectory
 from tests.compiled_layers import AS_IT_IS, AS_WRITTEN, compiler
 from tests.fakes import cluster, grammars
-from tests.meeting_processes import met
+from tests.meeting_processes import fork_all, met
 from tests.tiny_architectures import tiny_model
 
 TIMEOUT = 300.0
@@ -368,4 +367,4 @@ def rank_reference(path: str, width: int) -> TorchReference:
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    fork_all(work, lambda name: model(evolve(CASES[name], compiler="")))

@@ -48,17 +48,17 @@ DIVIDED_ALIKE = [
 
 ALSO_OF_MORE = [
     *("uneven_heads", "four_heads", "fewer_query_heads_than_processes", "layers_with_unlike_heads", "latent"),
-    *("one_sample", "convolutions", "state_spaces_with_adapters", "compiled_gradients"),
+    *("one_sample", "convolutions", "state_spaces_with_adapters", "compiled", "compiled_gradients"),
 ]
-"""Cases that show nothing of two processes that three or four, or another case, do not."""
+"""Cases that show nothing of two processes that three or four, or another case, do not; and those that are compiled,
+which takes each process as long as all others, and is what tests/unit/adapters/test_torch_compiling.py is about."""
 
-MORE = {2: [*EVERY, *ALSO_OF_MORE], 3: DIVIDED_ALIKE, 4: ["delta_rule"]}
+MORE = {2: [*EVERY, *ALSO_OF_MORE], 3: DIVIDED_ALIKE, 4: ["another_batch", "delta_rule"]}
 
 NAMES = {
     2: [name for name in CASES if name not in MORE[2]],
     3: [name for name in CASES if name not in (*EVERY, *DIVIDED_ALIKE, *STATES_IN_HEADS, "another_batch")],
     4: [
-        "another_batch",
         "two_heads",
         "one_head_for_all_queries",
         "tied_and_query_norms",
