@@ -60,9 +60,11 @@ def words(steps: int, output: Path) -> list[str]:
 
 
 @pytest.mark.demo
+@pytest.mark.wide
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_demo_learns(run_script: Run, tmp_path: Path) -> None:
+    """That a tiny model earns what is rewarded is shown in tests/e2e/test_findings.py."""
     run_script(str(with_few_held_out("sums", tmp_path, held_out=HELD_OUT)), *words(STEPS, tmp_path / "run"))
     lines = logged(tmp_path / "run")
     mismatch = [line["policy/mismatch_abs"] for line in lines if "policy/mismatch_abs" in line]
@@ -86,9 +88,9 @@ def word_problems(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["word_problems", "products"])
-def test_other_demos_run(name: str, small_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the smallest form of both in this process, with a model that knows nothing."""
+@pytest.mark.parametrize("name", ["sums", "word_problems", "products"])
+def test_the_demos_run(name: str, small_smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the smallest form of each in this process, with a model that knows nothing."""
     sizes = {"batch_size": 1, "n_samples_per_prompt": 2, "max_new_tokens": 8}
     script = with_few_held_out(name, tmp_path, held_out=1, model=small_smollm2, **sizes)
     monkeypatch.chdir(ROOT)
