@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.scripts import ScriptHost
+from tests.scripts import QUIET, ScriptHost
 
 pytestmark = [pytest.mark.demo, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -56,20 +56,19 @@ RESULTS = {
     "weight_sync.py": r"tokens/s, 2 rows +\d+",
 }
 """A line of the result that each script prints."""
-SPAWNING = {
-    *("expert_parallel.py", "load_memory.py", "real_clients.py", "sequence_parallel.py"),
-    *("weight_delta.py", "weight_sync.py"),
-}
-"""Scripts that start vLLM or groups of processes, which are forks here."""
+SPAWNING = {"expert_parallel.py", "load_memory.py", "sequence_parallel.py"}
+"""Scripts that start groups of processes, which are forks here."""
+ON_VLLM = {"real_clients.py", "weight_delta.py", "weight_sync.py"}
+"""Scripts that start vLLM, whose processes are forks, too."""
 CLUSTERS = {"cluster_learns.py", "weight_fleet.py"}
 """Scripts that start Ray, whose workers are forks, too."""
 LONG = {
     *("activations.py", "agents_learn.py", "cluster_learns.py", "first_light.py", "judges.py", "loops_learn.py"),
     *("pictures_learn.py", "real_clients.py", "server_load.py", "tinker_recipes.py", "trainers_learn.py"),
-    *("versus_trl.py", "weight_fleet.py"),
+    *("versus_trl.py", "weight_delta.py", "weight_fleet.py", "weight_sync.py"),
 }
-"""Scripts whose smallest work takes a processor more than seven seconds. What they use of rollgrad has tests of its
-own; that they call it rightly is checked with its types."""
+"""Scripts whose smallest work takes a processor more than seven seconds, or the imports of vLLM. What they use of
+rollgrad has tests of its own; that they call it rightly is checked with its types."""
 STARTED_BY_OTHERS = {"server_clients.py"}
 """Scripts that a benchmark runs in a process of their own."""
 
@@ -81,6 +80,14 @@ def scripts() -> list[str]:
     return sorted(names - STARTED_BY_OTHERS)
 
 
+@pytest.fixture(scope="module")
+def spawning_host(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost]:
+    """Runs programs whose spawned processes are forks."""
+    host = ScriptHost(tmp_path_factory.mktemp("spawning"), ("forked_spawns",), QUIET, within=script_host)
+    yield host
+    host.close()
+
+
 def test_each_script_is_started_here() -> None:
     assert scripts() == sorted(RESULTS), "a script under benchmarks/ has --smoke and, in RESULTS, a line that it prints"
 
@@ -88,9 +95,10 @@ def test_each_script_is_started_here() -> None:
 @pytest.mark.parametrize(
     "script", [pytest.param(name, marks=pytest.mark.wide if name in LONG else ()) for name in scripts()]
 )
-def test_a_script_does_its_smallest_work(script: str, script_host: ScriptHost, worker_host: ScriptHost) -> None:
+def test_a_script_does_its_smallest_work(script: str, request: pytest.FixtureRequest) -> None:
     before = kept()
-    host = worker_host if script in SPAWNING | CLUSTERS else script_host
+    kind = "worker" if script in ON_VLLM | CLUSTERS else "spawning" if script in SPAWNING else "script"
+    host: ScriptHost = request.getfixturevalue(f"{kind}_host")
     variables = host.forks(workers=script in CLUSTERS)
     printed = host.run(f"benchmarks/{script}", "--smoke", variables=variables)
     assert re.search(RESULTS[script], printed, re.MULTILINE), printed
