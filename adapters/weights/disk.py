@@ -13,6 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from rollgrad.adapters.checkpoints.lock import keep_locked
+from rollgrad.adapters.system.permissions import share_weights
 from rollgrad.adapters.weights.gpu_buckets import dtype_name
 from rollgrad.adapters.weights.transfer import Life, Update, WeightStream, sent
 from rollgrad.domain.errors import CheckpointError
@@ -72,6 +73,7 @@ def write(weights: Iterator[tuple[str, Tensor]], directory: str, shard_bytes: in
         for number, shard in enumerate(shards(weights, shard_bytes)):
             file = path / f"{number:05}.safetensors"
             save_file(shard, file)
+            share_weights(path)
             yield Update(
                 {"shard": str(file)},
                 bytes=sum(tensor.nbytes for tensor in shard.values()),

@@ -1,6 +1,7 @@
 """A model that cannot be written is one sentence, whichever library writes the file for which there is no room."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rollgrad.adapters.models.torch.models import TorchPolicy
 from rollgrad.adapters.models.torch.optimizers.optimizer import OptimizerSettings
 from rollgrad.adapters.models.torch.rewards.trained_reward import TorchReward
 from rollgrad.adapters.models.torch.rewards.value import TorchValue
+from rollgrad.adapters.weights.disk import write
 from rollgrad.application.settings.sections.actor import LoraConfig
 from rollgrad.domain.errors import CheckpointError
 from tests.full_disk import room_for_files_of
@@ -51,6 +53,25 @@ def test_a_model_for_which_there_is_no_room(
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     store.save_model(trained, "model")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_who_may_read_the_other_files_may_read_the_weights(
+    umask: int, mode: int, tiny_model_dir: Path, tiny_tokenizer: Any, tmp_path: Path
+) -> None:
+    """A server often is another user's process."""
+    before = os.umask(umask)
+    try:
+        trained = policy(tiny_model_dir, tiny_tokenizer, rank=4, ema=True)
+        saved = LocalCheckpointStore(tmp_path / "run").save_model(trained, "model")
+        TorchValue(trained.module, tiny_tokenizer, OptimizerSettings(lr=0.1)).save(saved / "critic")
+        list(write(trained.weights(), str(tmp_path / "run" / "weights"), 20_000))
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "run").rglob("*.safetensors"))
+    names = {"model.safetensors", "adapter_model.safetensors", "value_head.safetensors", "00000.safetensors"}
+    assert names <= {file.name for file in files}
+    assert {file.stat().st_mode & 0o777 for file in [*files, saved / "config.json"]} == {mode}
 
 
 @pytest.mark.parametrize("family", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])

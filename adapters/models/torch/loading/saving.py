@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rollgrad.adapters.system.permissions import share_weights
 from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.application.foreign import first_line
 from rollgrad.domain.errors import CheckpointError
@@ -93,7 +94,8 @@ def _name_parts(files: list[Path]) -> None:
 
 @contextmanager
 def writing(path: Path, *, flag: str = "--ckpt.output_dir") -> Iterator[None]:
-    """Turns errors of writing `path`, which `flag` sets, inside the block into one sentence.
+    """Turns errors of writing the directory `path`, which `flag` sets, inside the block into one sentence, and shares
+    the weights that are then in it.
 
     Raises:
         CheckpointError: it cannot.
@@ -102,6 +104,7 @@ def writing(path: Path, *, flag: str = "--ckpt.output_dir") -> Iterator[None]:
 
     try:
         yield
+        share_weights(path)
     except CheckpointError:
         raise
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk by an error of its own

@@ -16,6 +16,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from rollgrad.adapters.system.permissions import share_weights
 from rollgrad.adapters.system.unwritable import remedy
 from rollgrad.domain.errors import CheckpointError
 from rollgrad.domain.ports.checkpoint_store import STORED_IN
@@ -86,6 +87,7 @@ def write_state(state: Mapping[str, Any], file: Path, rows: Mapping[str, tuple[i
         if not file.parent.is_dir():
             raise OSError("it is not on a file system that all machines share")
         save_file(tensors, file, metadata={"state": json.dumps(numbers), "rows": json.dumps(rows or {})})
+        share_weights(file.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"The training state cannot be written to {file.parent} ({error}): {remedy(error)}, "
