@@ -10,7 +10,7 @@ from rollgrad.entrypoints.config_io import changed_settings, yaml_text
 from rollgrad.entrypoints.redaction import known_secrets, redact
 
 CARD_FILE = "README.md"
-MARK = "Trained with [rollgrad]"
+MARK = "Trained with rollgrad"
 """Words by which a card of ours is known; another README of a model is never replaced."""
 
 PRIVATE = ("data", "eval", "reward", "agent", "ref", "ckpt", "logger", "cluster", "teacher")
@@ -48,7 +48,7 @@ def write_model_card(
     parts = [
         f"---\n{yaml_text(metadata)}---",
         f"# {model.absolute().parent.name}",
-        f"{MARK}(https://pypi.org/project/rollgrad) {rollgrad.__version__} in "
+        f"{MARK} {rollgrad.__version__} in "
         f"{steps} {'step' if steps == 1 else 'steps'} from {Path(initial).name if local else initial}.",
     ]
     if after:

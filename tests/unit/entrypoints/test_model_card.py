@@ -23,7 +23,9 @@ def test_it_says_what_the_model_began_as_how_it_was_trained_and_what_it_learned(
     _, metadata, text = (model / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(metadata) == {"library_name": "transformers", "tags": ["rollgrad"], "base_model": "org/base"}
     assert "# sums\n" in text
+    assert "\nTrained with rollgrad " in text
     assert "in 16 steps from org/base." in text
+    assert "://" not in text  # no address is rollgrad's yet
     assert "| `eval/pass@1` | 0.25 | 0.875 |" in text
     settings = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])
     assert settings == {"algo": {"kl": {"init_coef": 0.25}}}
