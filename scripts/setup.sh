@@ -49,7 +49,10 @@ pip_setting() {
 # packages ARGUMENTS...: as `pip install` takes them
 packages() {
     # shellcheck disable=SC2086 # an option and its file
-    uv_install $constrain "$@" || pip_install $constrain "$@"
+    uv_install $constrain "$@" || {
+        printf 'by pip, which takes longer ... '
+        pip_install $constrain "$@"
+    }
 }
 
 # beside NAME: the packages of tests/NAME.txt, and no others, into a folder of their own. If they cannot be had, setting
@@ -93,12 +96,18 @@ has_gpu() {
     nvidia-smi -L >/dev/null 2>&1
 }
 
-# PyPI's torch for Linux is the CUDA build of several gigabytes, so the CPU build is asked for by name.
+# PyPI's torch for Linux is the CUDA build of several gigabytes, so the CPU build is asked for by name, and the other
+# taken where neither an index of one's own nor PyTorch's has it to give, as behind a mirror of PyPI.
 install_torch() {
     if has_gpu || [ "$(uname -s)" != Linux ]; then
         packages "torch==$TORCH"
     else
-        packages "torch==$TORCH+cpu" 2>/dev/null || packages "torch==$TORCH" --index-url "$PYTORCH_CPU_INDEX"
+        packages "torch==$TORCH+cpu" >/dev/null 2>&1 ||
+            packages "torch==$TORCH" --index-url "$PYTORCH_CPU_INDEX" ||
+            {
+                printf '\n  the CPU build cannot be had, so the CUDA build, of gigabytes, takes its place ... '
+                packages "torch==$TORCH"
+            }
     fi
 }
 
@@ -176,6 +185,9 @@ UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX-$(pip_setting index-url)}
 UV_INDEX=${UV_INDEX-$(pip_setting extra-index-url)}
 UV_FIND_LINKS=${UV_FIND_LINKS-$(pip_setting find-links)}
 export UV_DEFAULT_INDEX UV_INDEX UV_FIND_LINKS
+# Where it cannot keep packages, as without a home that may be written, uv would refuse, and leave all to pip.
+cache=$("$VENV/bin/uv" cache dir 2>/dev/null) || cache=
+mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] || export UV_NO_CACHE=1
 missing=
 "install_$1"
 say_missing
