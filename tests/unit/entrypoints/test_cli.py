@@ -43,6 +43,41 @@ def test_a_table_of_metrics_cuts_no_name(capsys: pytest.CaptureFixture[str]) -> 
     assert "…" not in "".join(table)
 
 
+def test_standard_errors_are_beside_what_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """A difference of two of them or more has a mark, and one without an error has none."""
+    first = {"eval/pass@1": 0.25, "eval/mean@2": 0.5, "eval/pass@1_stderr": 0.0625, "eval/mean_stderr": 0.123}
+    better = {"eval/pass@1_difference": 0.125, "eval/pass@1_difference_stderr": 0.0625}
+    chance = {"eval/mean_difference": -0.125, "eval/mean_difference_stderr": 0.07, "eval/x_stderr": 3.0}
+    show_metrics("held-out", {"a": first, "b": first | better | chance, "c": {"eval/pass@1_difference": 0.5}})
+    lines = capsys.readouterr().out.splitlines()
+    assert [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")] == [
+        ["eval/pass@1", "0.25 ± 0.062", "0.25 ± 0.062", ""],
+        ["eval/mean@2", "0.5 ± 0.12", "0.5 ± 0.12", ""],
+        ["eval/pass@1_difference", "", "+0.125 ± 0.062 *", "+0.5"],
+        ["eval/mean_difference", "", "-0.125 ± 0.07", ""],
+        ["eval/x_stderr", "", "3", ""],
+    ]
+    assert lines[-1] == "* a difference of two standard errors or more, which is seldom chance"
+
+
+@pytest.mark.parametrize("width", [60, 80, None])
+def test_names_of_metrics_are_whole_in_a_table_of_many_models(
+    width: int | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal there are as many tables as it needs, and in a file one."""
+    for name, value in {"COLUMNS": width, "FORCE_COLOR": width, "NO_COLOR": width, "TERM": width and "xterm"}.items():
+        monkeypatch.setenv(name, str(value)) if value else monkeypatch.delenv(name, raising=False)
+    metrics = {"eval/pass@1": 0.1875, "eval/pass@1_stderr": 0.01, "eval/word_problems_test/pass@1": 0.25}
+    models = [f"runs/{'of_a_long_name/' * count}model" for count in range(4)]
+    show_metrics("held-out", dict.fromkeys(models, metrics))
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("│")]
+    assert all("│ eval/pass@1 " in line or "│ eval/word_problems_test/pass@1 │" in line for line in rows)
+    assert sum(line.count("0.1875 ± 0.01") for line in rows) == len(models)
+    assert len(rows) / 2 == {60: 4, 80: 2, None: 1}[width], "tables"
+    assert width is None or max(map(len, rows)) <= width
+
+
 @pytest.mark.parametrize("command", [["train", "rl"], ["eval"]])
 def test_print_config_tells_what_is_wrong_with_it(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--print_config", "--actor.model_name_or_path", "m", "--rollout.top_p", "2"]) == 2
