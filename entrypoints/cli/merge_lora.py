@@ -63,4 +63,9 @@ def merge(arguments: MergeLoraArguments) -> None:
     )
     if merged.dequantised:
         sys.stderr.write(f"{merged.base} was in 4 bits and is dequantised: the merged model is not the quantised one\n")
+    elif merged.trained_in_4bit:
+        sys.stderr.write(
+            f"warning: the adapters were trained beside {merged.base} in 4 bits, and are merged into its full weights: "
+            "the merged model is not quite the one that was trained, which --load_in_4bit makes\n"
+        )
     sys.stdout.write(f"{arguments.output}\n")

@@ -30,6 +30,13 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError, MissingE
 
 NO_PEFT = "{at}.rank is {rank}, but LoRA needs peft: pip install rollgrad[lora], or leave --{at}.rank out."
 """The error where it is not installed, for the section `at` of settings."""
+
+ADAPTER_FILE = "adapter_model.safetensors"
+"""File of adapters' weights, as peft names it."""
+
+BASE, IN_4BIT = "base", "4bit"
+"""Entry of that file's metadata, where the adapters were trained beside weights in 4 bits."""
+
 ADAPTER = "default"
 """Peft's name for the only adapter of a model."""
 
@@ -180,7 +187,8 @@ def adapter_weights(module: nn.Module) -> list[NamedWeight]:
 
 
 def save_adapter(model: Any, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Writes `adapter_weights` and their settings as peft does, to the directory `path`, which it makes.
+    """Writes `adapter_weights` and their settings as peft does, to the directory `path`, which it makes. Metadata of
+    the file, which peft does not read, say whether the model is in 4 bits.
 
     Raises:
         CheckpointError: `path` cannot be written.
@@ -190,7 +198,20 @@ def save_adapter(model: Any, weights: Mapping[str, Tensor], path: Path) -> None:
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         model.peft_config[ADAPTER].save_pretrained(str(path))
-        save_file(dict(weights), path / "adapter_model.safetensors", metadata={"format": "pt"})
+        base = {BASE: IN_4BIT} if any(map(is_quantised, model.parameters())) else {}
+        save_file(dict(weights), path / ADAPTER_FILE, metadata={"format": "pt", **base})
+
+
+def is_of_4bit(adapter: str) -> bool:
+    """Returns whether the file of adapters in a directory says that they were trained beside weights in 4 bits, as
+    `save_adapter` has it say."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(Path(adapter, ADAPTER_FILE), framework="pt") as tensors:
+            return (tensors.metadata() or {}).get(BASE) == IN_4BIT
+    except (OSError, SafetensorError):  # of the hub, or in another format
+        return False
 
 
 def load_adapter(model: Any, path: Path) -> None:
@@ -203,7 +224,7 @@ def load_adapter(model: Any, path: Path) -> None:
     from safetensors.torch import load_file
 
     try:
-        saved = load_file(path / "adapter_model.safetensors")
+        saved = load_file(path / ADAPTER_FILE)
         with torch.no_grad():
             for weight in adapter_weights(model):
                 weight.parameter.copy_(saved[weight.name])

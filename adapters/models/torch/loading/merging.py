@@ -25,7 +25,7 @@ from rollgrad.adapters.models.torch.loading.loading import (
     processor_files,
     require_weights,
 )
-from rollgrad.adapters.models.torch.loading.lora import as_named
+from rollgrad.adapters.models.torch.loading.lora import as_named, is_of_4bit
 from rollgrad.adapters.models.torch.loading.quantised import four_bits
 from rollgrad.adapters.models.torch.loading.saving import PROCESSOR_FILES, save_pretrained, writing
 from rollgrad.application.foreign import foreign_code
@@ -64,6 +64,8 @@ class MergedModel:
     """Mean difference of log-probs, or of a reward model's scores, from the model with adapters."""
     dequantised: bool
     """Whether its weights are dequantised ones."""
+    trained_in_4bit: bool
+    """Whether the adapters say that the model beside them was in 4 bits."""
     reward_model: bool
     tokenizer: str
     """Directory or hub name that its tokenizer and template are from."""
@@ -136,6 +138,7 @@ def merge_lora(
         dtype=str(own).removeprefix("torch."),
         difference=difference,
         dequantised=dequantised,
+        trained_in_4bit=is_of_4bit(adapter),
         reward_model=reward_model,
         tokenizer=place,
     )
