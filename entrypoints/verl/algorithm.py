@@ -20,6 +20,9 @@ AGGREGATIONS = {
 OWN_AGGREGATION = ("gmpo", "sapo")
 """Losses that verl aggregates in one way, whatever is set: as they are here by default."""
 
+OWN_MEASURE = ("gmpo", "dppo_kl")
+"""Losses whose clip range is not one of ratios, so that a lower range above 1 is another than 1."""
+
 LOSSES = {"gpg": "policy_gradient", "bypass_mode": "ppo", "gspo": "gspo_token"}
 """Losses of verl that have another name here. verl's `gspo` has the gradient of GSPO-token: each token has its own
 advantage, and its own weight of a correction."""
@@ -166,7 +169,10 @@ def _policy_loss(draft: RLDraft) -> None:
     clip = draft.value(f"{ACTOR}.clip_ratio")
     low_high = [draft.value(f"{ACTOR}.clip_ratio_{side}") for side in ("low", "high")]
     if traits.clip is not None:  # verl has one default for all losses
-        draft.set("actor.eps_clip_low_high", [clip if bound is None else bound for bound in low_high])
+        low, high = (clip if bound is None else bound for bound in low_high)
+        if loss not in OWN_MEASURE:
+            low = min(low, 1.0)  # a ratio is above 0: verl's CISPO writes 10 for no lower bound
+        draft.set("actor.eps_clip_low_high", [low, high])
         if None not in low_high:
             draft.lose(
                 f"{ACTOR}.clip_ratio", "clip_ratio_low and clip_ratio_high, 0.2 unless set, replace it, in verl too"

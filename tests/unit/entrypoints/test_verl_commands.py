@@ -515,6 +515,10 @@ def test_grpo_without_the_deviation_is_dr_grpo() -> None:
             ("vanilla", f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_low=null", f"{ACTOR}.clip_ratio_high=0.4"),
             {"actor.eps_clip_low_high": (0.3, 0.4)},
         ),
+        (
+            ("cispo", f"{ACTOR}.clip_ratio_low=10", f"{ACTOR}.clip_ratio_high=0.2"),
+            {"actor.eps_clip_low_high": (1.0, 0.2)},
+        ),
         (("vanilla", f"{ACTOR}.clip_ratio_c=null"), {"actor.dual_clip": None}),
         (("vanilla", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"), {"actor.loss_aggregation": "sequence_mean"}),
         (("vanilla", f"{ACTOR}.loss_agg_mode=token-sum"), {"actor.loss_aggregation": "token_sum"}),
