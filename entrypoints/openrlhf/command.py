@@ -15,6 +15,7 @@ from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.config_io import structure_config
 from rollgrad.entrypoints.names.names_of_openrlhf import FLAGS
 from rollgrad.entrypoints.names.names_of_openrlhf import TRAINER as PROGRAM
+from rollgrad.entrypoints.names.suggestions import OTHER_COMMANDS
 from rollgrad.entrypoints.openrlhf.algorithm import translate_algorithm
 from rollgrad.entrypoints.openrlhf.cluster import translate_cluster
 from rollgrad.entrypoints.openrlhf.draft import RLDraft
@@ -72,9 +73,9 @@ def _check_module(command: Command, *modules: str) -> None:
     if command.module in modules:
         return
     known = (TRAINER, *TRAINERS, SERVER, INFERENCE, COMBINER)
+    ours = OTHER_COMMANDS.get(command.module.removeprefix("train_"), "run this step with OpenRLHF.")
     raise ConfigurationError(
-        f"openrlhf.cli.{command.module} has no counterpart in rollgrad (the commands that are translated are "
-        f"{', '.join(known)}): run this step with OpenRLHF."
+        f"openrlhf.cli.{command.module} is not translated (the commands that are: {', '.join(known)}): {ours}"
     )
 
 

@@ -245,12 +245,20 @@ def test_a_command_that_cannot_be_translated_is_refused(argv: list[str], message
         translate(argv)
 
 
-@pytest.mark.parametrize("module", ["interactive_chat"])
-def test_other_commands_are_one_sentence(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("module", "instead"),
+    [
+        ("train_opd", "write rollgrad train rl --algo.preset on_policy_distill."),
+        ("interactive_chat", "write rollgrad chat."),
+        ("train_decision_transformer", "run this step with OpenRLHF."),
+    ],
+)
+def test_other_commands_are_one_sentence(module: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["openrlhf", "deepspeed", "--module", f"openrlhf.cli.{module}", "--max_len", "4096"]) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith(f"error: openrlhf.cli.{module} has no counterpart in rollgrad (")
+    assert output.err.startswith(f"error: openrlhf.cli.{module} is not translated (")
+    assert output.err.endswith(f": {instead}\n")
     assert output.err.count("\n") == 1
 
 
