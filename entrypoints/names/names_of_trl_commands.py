@@ -240,7 +240,7 @@ OWN: Mapping[str, Mapping[str, Flag]] = {
         "num_generations": Flag(INTEGER, "rollout.n_samples_per_prompt", default=8),
         "beta": Flag(NUMBER, default=0.0),
         "use_bias_correction_kl": Flag(SWITCH, default=True),
-        "delta": Flag(NUMBER, "actor.dual_clip"),
+        "delta": Flag(NUMBER),
         "sapo_temperature_pos": Flag(NUMBER, default=1.0),
         "sapo_temperature_neg": Flag(NUMBER, default=1.05),
         "vespo_k_pos": Flag(NUMBER, default=2.0),

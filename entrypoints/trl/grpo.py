@@ -36,6 +36,9 @@ SCALES = {
 }
 """Estimators by TRL's scale of rewards."""
 
+OVER_GENERATIONS = ("dapo", "cispo", "vespo")
+"""Losses that TRL divides by the tokens of a generation."""
+
 LEVELS = ("token", "sequence")
 """TRL's scopes of the loss's ratio."""
 
@@ -70,6 +73,28 @@ def finish_grpo(draft: Draft, *, dataset: str | None, samples: int) -> None:
         for name in OF_CORRECTION:
             draft.lose(name, "vLLM does not sample without --use_vllm")
     _correction(draft)
+    _note_means(draft, loss=draft.value("loss_type"), quantile=draft.value("top_entropy_quantile", 1.0))
+
+
+def _note_means(draft: Draft, *, loss: str, quantile: float) -> None:
+    """Notes where TRL's means and thresholds are of another set of tokens or replies than ours."""
+    accumulated = draft.value("gradient_accumulation_steps")
+    if loss == "bnpo" and accumulated > 1:
+        draft.changed.append("the loss bnpo is the mean over the tokens of a step, in TRL of each micro-batch")
+    if loss in OVER_GENERATIONS and draft.value("steps_per_generation", accumulated) > accumulated:
+        draft.changed.append(
+            f"the loss {loss} is divided by the tokens of its step, in TRL by their mean over the steps of a generation"
+        )
+    if draft.value("mask_truncated_completions", False) and loss not in OVER_GENERATIONS and loss != "bnpo":
+        draft.change("mask_truncated_completions", "means over replies are over the others alone, in TRL over all")
+    if quantile < 1:
+        draft.change(
+            "top_entropy_quantile",
+            "the threshold is that of a step's tokens under the policy before the update, in TRL of a micro-batch's "
+            "under the policy in training",
+        )
+    if draft.value("entropy_coef", 0.0):
+        draft.change("entropy_coef", "entropy is averaged as the loss is, in TRL over the tokens of a micro-batch")
 
 
 def _kl(draft: Draft) -> None:
@@ -161,6 +186,7 @@ def _loss(draft: Draft) -> None:
             draft.changed.append(f"ratios are bounded by 1, in TRL with cispo by --epsilon_high, which is {high:g}")
     elif loss in ("ppo", "gspo"):
         draft.set("actor.eps_clip_low_high", [low, high])
+    _delta(draft, loss, high)
     for setting, (owner, flags) in PAIRS.items():
         if loss == owner:
             draft.set(setting, [draft.value(flag) for flag in flags])
@@ -172,3 +198,16 @@ def _loss(draft: Draft) -> None:
         draft.change(
             "loss_type", "vespo's ratios are against vLLM's log-probs as they are, in TRL bounded token by token"
         )
+
+
+def _delta(draft: Draft, loss: str, high: float) -> None:
+    """Translates the bound on ratios of negative advantages, of a `loss` of ours with the upper clip range `high`."""
+    delta = draft.value("delta")
+    if loss == "gspo":
+        draft.lose("delta", "a ratio of sequences has no bound of its own for negative advantages here")
+    elif loss != "ppo":
+        draft.lose("delta", f"the {loss} loss does not read it, in TRL neither")
+    elif delta is not None:
+        draft.set("actor.dual_clip", delta)
+        if delta < 1 + high:
+            draft.change("delta", "it bounds the ratio of negative advantages alone, in TRL of positive ones too")

@@ -468,6 +468,44 @@ def test_cispo_bounds_the_ratio_itself(flags: tuple[str, ...], clips: tuple[floa
     assert sum("--epsilon_high" in note for note in result.notes) == noted
 
 
+@pytest.mark.parametrize(
+    ("flags", "bound", "told"),
+    [
+        (("--delta", "4"), 4.0, ""),
+        (("--delta", "1.1"), 1.1, "in TRL of positive ones too"),
+        (("--delta", "4", "--loss_type", "sapo"), None, "in TRL neither"),
+        (("--delta", "4", "--importance_sampling_level", "sequence"), None, "a ratio of sequences has no bound"),
+    ],
+)
+def test_the_second_bound_of_a_ratio_is_that_of_negative_advantages(
+    flags: tuple[str, ...], bound: float | None, told: str
+) -> None:
+    result = translated("grpo", *flags)
+    assert result.run.actor.dual_clip == bound
+    assert [told in note for note in result.notes if "--delta" in note] == ([True] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--loss_type", "bnpo", "--gradient_accumulation_steps", "2"), "in TRL of each micro-batch"),
+        (("--loss_type", "bnpo"), None),
+        (("--steps_per_generation", "2"), "in TRL by their mean over the steps of a generation"),
+        (("--steps_per_generation", "2", "--loss_type", "grpo"), None),
+        (("--mask_truncated_completions", "--loss_type", "grpo"), "over the others alone, in TRL over all"),
+        (("--mask_truncated_completions",), None),
+        (("--top_entropy_quantile", "0.2"), "in TRL of a micro-batch's"),
+        (("--entropy_coef", "0.1"), "in TRL over the tokens of a micro-batch"),
+    ],
+)
+def test_means_that_trl_takes_of_others_are_told(flags: tuple[str, ...], told: str | None) -> None:
+    notes = "\n".join(translated("grpo", *flags).notes)
+    every = ("of each micro-batch", "steps of a generation", "others alone", "micro-batch's", "tokens of a micro-batch")
+    assert [text for text in every if text in notes] == (
+        [] if told is None else [text for text in every if text in told]
+    )
+
+
 @pytest.mark.parametrize(("loss", "aggregation"), [("grpo", "sequence_mean"), ("dapo", "token_mean")])
 def test_ratios_of_sequences_are_added_up_as_the_loss_says(loss: str, aggregation: str) -> None:
     found = settings("grpo", "--importance_sampling_level", "sequence", "--loss_type", loss)
