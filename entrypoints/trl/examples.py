@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.translation.draft import Draft
-from rollgrad.entrypoints.trl.moving_reference import follow_policy
+from rollgrad.entrypoints.trl.moving_reference import MOVING, follow_policy
 
 OLDER_LOSSES = {"aot_pair": "aot"}
 """Losses of pairs that earlier releases of TRL called otherwise."""
@@ -67,9 +67,17 @@ def finish_dpo(draft: Draft, dataset: str | None) -> None:
         draft.changed.append(
             "the loss sft is the mean over the tokens of the chosen replies of a step, in TRL of a micro-batch"
         )
-    if draft.value("use_weighting", False) and "sft" in losses:
+    if draft.value("use_weighting", False) and "sft" in losses and len(losses) > 1:
         draft.change("use_weighting", "the likelihood of the chosen replies is not weighed, in TRL by the mean weight")
-    follow_policy(draft, "dpo")
+    if losses == ["sft"]:
+        for name in ("beta", "ld_alpha", "use_weighting", *MOVING):
+            draft.lose(name, "the loss sft alone compares no replies: rollgrad train sft learns from chosen ones, too")
+    else:
+        _pairs(draft)
+    if "discopop" in losses and "discopop_tau" in draft.options:
+        draft.set("dpo.discopop_tau", draft.value("discopop_tau"))
+    else:
+        draft.lose("discopop_tau", "it is of --loss_type discopop, in TRL too")
     coef = draft.value("f_alpha_divergence_coef", 0.5)
     if draft.value("f_divergence_type", "reverse_kl") == "alpha_divergence":
         draft.set("dpo.f_alpha", 1 - coef)  # TRL's is that of u^(coef - 1), ours that of u^-alpha
@@ -80,6 +88,15 @@ def finish_dpo(draft: Draft, dataset: str | None) -> None:
         draft.set("dpo.label_smoothing", smoothing)
     elif smoothing:
         draft.lose("label_smoothing", f"{', '.join(losses)} does not read it, in TRL neither")
+
+
+def _pairs(draft: Draft) -> None:
+    """Sets what losses that compare replies read."""
+    draft.set("dpo.beta", draft.value("beta"))
+    for name, setting in (("ld_alpha", "dpo.ld_alpha"), ("use_weighting", "dpo.wpo")):
+        if name in draft.options:
+            draft.set(setting, draft.value(name))
+    follow_policy(draft, "dpo")
 
 
 def finish_kto(draft: Draft, dataset: str | None) -> None:

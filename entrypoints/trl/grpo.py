@@ -48,6 +48,9 @@ OF_CORRECTION = (
 )
 """Flags that say how TRL corrects for the difference between vLLM's log-probs and the trainer's."""
 
+UNCORRECTED = "samples are not corrected, for of less than the full distribution (--top_p, --top_k) no ratio is right"
+"""The note on ratios that are left out."""
+
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 """TRL's modes of it: the level, and what becomes of a ratio outside the bounds."""
 
@@ -123,9 +126,8 @@ def _correction(draft: Draft) -> None:
         raise ConfigurationError(
             f"--vllm_importance_sampling_mode is {mode}, but there are {', '.join(CORRECTIONS)}: change it."
         )
-    if (threshold is not None or corrects) and (draft.value("top_p", 1.0) < 1 or draft.value("top_k", 0) > 0):
-        told = "samples are not corrected, for of less than the full distribution (--top_p, --top_k) no ratio is right"
-        draft.changed.append(told)
+    if (threshold is not None or corrects) and _truncated(draft):
+        draft.changed.append(UNCORRECTED)
     elif threshold is not None:
         draft.set("algo.old_logprobs", "rollout")
         _set_correction(draft, level="sequence", mode="mask", gate="opsm", threshold=threshold)
@@ -145,6 +147,11 @@ def _correction(draft: Draft) -> None:
             draft.changed.append(
                 "tokens of a reply whose ratio to vLLM is within bounds weigh by their own ratio, in TRL by the reply's"
             )
+
+
+def _truncated(draft: Draft) -> bool:
+    """Returns whether replies are sampled from less than the full distribution."""
+    return bool(draft.value("top_p", 1.0) < 1 or draft.value("top_k", 0) > 0)
 
 
 def _set_correction(draft: Draft, **settings: Any) -> None:
@@ -193,7 +200,9 @@ def _loss(draft: Draft) -> None:
         else:
             for flag in flags:
                 draft.lose(flag, f"it is of --loss_type {owner}, in TRL too")
-    if loss == "vespo" and draft.value("use_vllm", False):
+    if loss == "vespo" and draft.value("use_vllm", False) and _truncated(draft):
+        draft.changed.append(UNCORRECTED)
+    elif loss == "vespo" and draft.value("use_vllm", False):
         draft.set("algo.old_logprobs", "rollout")
         draft.change(
             "loss_type", "vespo's ratios are against vLLM's log-probs as they are, in TRL bounded token by token"

@@ -12,6 +12,7 @@ import attrs
 import pytest
 import yaml
 
+from rollgrad.application.settings.dpo import DPORun
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.main import main
@@ -336,6 +337,13 @@ def test_flags_of_preference_losses_translate() -> None:
     assert weighed.run.dpo.wpo
     assert any("--use_weighting" in note for note in weighed.notes)
     assert not any("--use_weighting" in note for note in translated("dpo", "--use_weighting").notes)
+    idle = ("--beta", "0.3", "--ld_alpha", "0.5", "--use_weighting", "--sync_ref_model", "--discopop_tau", "0.2")
+    imitation = translated("dpo", "--loss_type", "sft", *idle)
+    assert imitation.run.dpo == attrs.evolve(DPORun().dpo, loss=("sft",))
+    assert {flag for flag in idle if flag.startswith("--")} == {
+        note.split()[2].rstrip(":") for note in imitation.notes if note.startswith("not honoured: --")
+    }
+    assert settings("dpo", "--loss_type", "discopop", "--discopop_tau", "0.2")["dpo.discopop_tau"] == 0.2
     moving = settings("dpo", "--sync_ref_model", "--ref_model_mixup_alpha", "0.5")
     assert holds(moving, {"dpo.ref_sync_steps": 512, "dpo.ref_mixup": 0.5})
     unpaired = settings("kto", "--sync_ref_model", "--ref_model_sync_steps", "32")
@@ -574,6 +582,7 @@ def test_what_else_trl_does_is_named() -> None:
         (("--no_vllm_importance_sampling_correction",), {"level": "auto"}),
         (("--loss_type", "vespo"), {"level": "auto"}),
         (("--top_p", "0.9"), {"level": "auto"}),
+        (("--top_p", "0.9", "--loss_type", "vespo"), {"level": "auto"}),
         (("--off_policy_mask_threshold", "0.2"), {"level": "sequence", "mode": "mask", "gate": "opsm"}),
     ],
 )
