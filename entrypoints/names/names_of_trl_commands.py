@@ -16,6 +16,8 @@ EVALUATED = "evaluation takes as many tokens at once as training does"
 UPLOADED = "the model is uploaded once, when the run has ended"
 CHOSEN = "the tokenizer's own tokens are taken: save it with others beside the model"
 
+TEMPLATE = Flag(TEXT, "data.chat_template")
+
 COMMON: Mapping[str, Flag] = {
     # The model
     "model_name_or_path": Flag(TEXT, "actor.model_name_or_path"),
@@ -68,6 +70,7 @@ COMMON: Mapping[str, Flag] = {
     # Training
     "learning_rate": Flag(NUMBER, "actor.adam.lr"),
     "lr_scheduler_type": Flag(TEXT, default="linear"),
+    "lr_scheduler_kwargs": Flag(WORDS),
     "warmup_steps": Flag(NUMBER),
     "warmup_ratio": Flag(NUMBER),
     "weight_decay": Flag(NUMBER, "actor.adam.weight_decay"),
@@ -162,6 +165,8 @@ SAMPLED: Mapping[str, Flag] = {
     "vllm_max_model_length": Flag(INTEGER),
     "log_completions": Flag(SWITCH, reason="sampled texts are always written to samples.jsonl"),
     "num_completions_to_print": Flag(INTEGER, "logger.log_samples"),
+    "chat_template": TEMPLATE,
+    "chat_template_kwargs": Flag(WORDS),
 }
 """Flags of the commands whose policy samples."""
 
@@ -181,8 +186,6 @@ GROUPS: Mapping[str, Flag] = {
     "mask_truncated_completions": Flag(SWITCH, "algo.mask_truncated"),
 }
 """Flags of the commands that compare the rewards of several replies to a prompt."""
-
-TEMPLATE = Flag(TEXT, "data.chat_template")
 
 OWN: Mapping[str, Mapping[str, Flag]] = {
     "sft": {
@@ -285,7 +288,7 @@ do_train enable_jit_checkpoint eval_delay eval_do_concat_batches eval_on_start e
 fp16_full_eval fsdp fsdp_config gradient_checkpointing_kwargs greater_is_better ignore_data_skip include_for_metrics
 include_num_input_tokens_seen label_names length_column_name liger_kernel_config load_best_model_at_end
 local_rank log_level log_level_replica log_on_each_node logging_first_step logging_nan_inf_filter logging_steps
-logging_strategy lr_scheduler_kwargs metric_for_best_model model_init_kwargs neftune_noise_alpha optim_args
+logging_strategy metric_for_best_model model_init_kwargs neftune_noise_alpha optim_args
 optim_target_modules parallelism_config prediction_loss_only remove_unused_columns
 restore_callback_states_from_checkpoint save_on_each_node skip_memory_metrics tf32
 torch_compile_backend torch_compile_mode torch_empty_cache_steps trackio_bucket_id trackio_space_id
@@ -295,7 +298,7 @@ label_smoothing_factor load_in_8bit attn_implementation
 """The other flags of every command, about which `names_of_trl` has something to say."""
 
 SAMPLED_OTHERS = """
-cache_implementation chat_template_kwargs ds3_gather_for_generation generation_kwargs log_unique_prompts min_p
+cache_implementation ds3_gather_for_generation generation_kwargs log_unique_prompts min_p
 repetition_penalty shuffle_dataset
 vllm_enable_sleep_mode vllm_group_port vllm_model_impl vllm_server_host vllm_server_port vllm_server_timeout
 vllm_structured_outputs_regex
@@ -316,6 +319,7 @@ OWN_OTHERS: Mapping[str, str] = {
 """Those of each command."""
 
 OLDER_NAMES: Mapping[str, str] = {
+    "chat_template": "chat_template_path",
     "torch_dtype": "dtype",
     "evaluation_strategy": "eval_strategy",
     "no_cuda": "use_cpu",
@@ -326,7 +330,7 @@ OLDER_NAMES: Mapping[str, str] = {
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "wandb_log_unique_prompts": "log_unique_prompts",
 }
-"""Names that flags had in earlier releases."""
+"""Names that flags had in earlier releases, or have in the recipes of Open R1 and the Alignment Handbook."""
 
 DEFAULT_LR = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "reward": 1e-4, "grpo": 1e-6, "rloo": 1e-6, "distillation": 1e-6}
 """TRL's default learning rate of each command."""
@@ -348,8 +352,8 @@ def _program(command: str) -> Program:
         name=f"trl {command}",
         flags=flags,
         names={
-            **{name: (name,) for name in flags},
             **{name: (flag,) for name, flag in OLDER_NAMES.items() if flag in flags},
+            **{name: (name,) for name in flags},
         },
         implied={f"no_{name}": (name, "False") for name in (*others, *_switches(flags.items()))},
     )

@@ -4,10 +4,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from attrs import Factory, define, frozen
 
 from rollgrad.application.settings.offline import OfflineRun
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.names.flags import Program
 from rollgrad.entrypoints.translation.words import Given, read_values
 
@@ -65,6 +67,23 @@ class Draft:
         if given is None or flag is None:
             return default if flag is None or flag.default is None else flag.default
         return read_values(flag, given)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Returns the names and values of a flag such as `'{"name": value}'`, in JSON or YAML; none without it.
+
+        Raises:
+            ConfigurationError: it is written otherwise.
+        """
+        given = self.options.get(name)
+        try:
+            read = yaml.safe_load(" ".join(given.values)) if given is not None else {}
+        except yaml.YAMLError:
+            read = None
+        if not isinstance(read, dict):
+            raise ConfigurationError(
+                f"{given}: it must be names and values, such as '{{\"name\": 1}}': change --{name}."
+            )
+        return read
 
     def asks(self, name: str) -> bool:
         """Returns whether a flag was given with a value that turns something on."""

@@ -56,6 +56,9 @@ RUNS: Mapping[str, tuple[str, type[OfflineRun | RLConfig]]] = {
 """Our command, and the class of its settings, by TRL's command."""
 
 
+FLOORS = {"cosine_with_min_lr": ("min_lr_rate", "min_lr"), "warmup_stable_decay": ("min_lr_ratio",)}
+"""What the floor of a schedule is called in `lr_scheduler_kwargs`: a share of the rate, but `min_lr` a rate."""
+
 COUNTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes"),
     *("num_generations", "steps_per_generation", "generation_batch_size", "num_iterations"),
@@ -195,6 +198,7 @@ def _optimizer(draft: Draft) -> None:
     draft.set("actor.lr_scheduler", ours)
     if floor is not None:
         draft.set("actor.min_lr_ratio", floor)
+    _schedule_kwargs(draft, kind)
     steps, limit = draft.value("warmup_steps", 0.0), draft.value("max_steps")
     share = draft.value("warmup_ratio", steps if steps < 1 else steps / limit if limit > 0 else 0.0)
     if steps >= 1 and limit <= 0:
@@ -204,6 +208,27 @@ def _optimizer(draft: Draft) -> None:
             draft.lose(name, f"the {kind} schedule does not warm up, in TRL neither")
         share = 0.0
     draft.set("actor.lr_warmup_ratio", min(share, 0.999))
+
+
+def _schedule_kwargs(draft: Draft, kind: str) -> None:
+    """Translates the floor that a schedule is given.
+
+    Raises:
+        ConfigurationError: it is no number.
+    """
+    given = draft.mapping("lr_scheduler_kwargs")
+    floor = next((given.pop(name) for name in FLOORS.get(kind, ()) if name in given), None)
+    if given or floor is None:
+        draft.lose("lr_scheduler_kwargs", "see --actor.lr_scheduler, --actor.min_lr_ratio and --actor.lr_decay_ratio")
+        return
+    try:
+        floor = float(floor)
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"{draft.options['lr_scheduler_kwargs']}: {floor} is no number: change --lr_scheduler_kwargs."
+        ) from None
+    absolute = "min_lr" in draft.mapping("lr_scheduler_kwargs")
+    draft.set("actor.min_lr_ratio", floor / draft.value("learning_rate") if absolute else floor)
 
 
 def samples_per_step(draft: Draft) -> int:

@@ -34,11 +34,17 @@ COUNTED = ("train.max_steps", "ckpt.save_steps", "ckpt.state_steps", "eval.steps
 
 
 def set_prompts(draft: Draft, dataset: str | None) -> None:
-    """Sets the dataset of the prompts."""
+    """Sets the dataset of the prompts, and what their template is told.
+
+    Raises:
+        ConfigurationError: that is no mapping.
+    """
     if dataset is not None:
         draft.set("data.prompt_dataset", dataset)
     if "dataset_train_split" in draft.options:
         draft.set("data.prompt_split", draft.value("dataset_train_split"))
+    if template := draft.mapping("chat_template_kwargs"):
+        draft.set("data.chat_template_kwargs", template)
     draft.changed.append(
         "prompts that are texts are rendered with the chat template, in TRL messages alone: set "
         "data.apply_chat_template False for texts"

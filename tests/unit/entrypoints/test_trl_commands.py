@@ -112,6 +112,7 @@ def test_every_flag_is_honoured_or_the_reason_is_said(command: str) -> None:
         "save_strategy": ("no",),
         "save_steps": ("20",),
         "disable_dropout": ("False",) if command in WITHOUT_DROPOUT else (),
+        **dict.fromkeys(("lr_scheduler_kwargs", "chat_template_kwargs"), ("{a: 1}",)),
     }
     beside = {
         "lora_": ("--use_peft",),
@@ -206,6 +207,31 @@ def test_flags_of_warm_up_translate(flags: tuple[str, ...], share: float, noted:
     assert sum("--warmup" in note for note in result.notes) == noted
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "floor"),
+    [
+        ("cosine_with_min_lr", '{"min_lr_rate": 0.2}', 0.2),
+        ("cosine_with_min_lr", "min_lr: 1e-6", 0.05),  # of 2e-5
+        ("warmup_stable_decay", '{"min_lr_ratio": 0.3}', 0.3),
+    ],
+)
+def test_the_floor_of_a_schedule_translates(kind: str, given: str, floor: float) -> None:
+    result = translated("sft", "--lr_scheduler_type", kind, "--lr_scheduler_kwargs", given)
+    assert result.run.actor.min_lr_ratio == pytest.approx(floor)
+    assert not any("--lr_scheduler_kwargs" in note for note in result.notes)
+    for other in ('{"min_lr_rate": "low"}', "0.1", "{"):
+        with pytest.raises(ConfigurationError, match="--lr_scheduler_kwargs"):
+            translated("sft", "--lr_scheduler_type", "cosine_with_min_lr", "--lr_scheduler_kwargs", other)
+
+
+def test_flags_of_templates_translate() -> None:
+    flags = ("--chat_template_kwargs", '{"enable_thinking": false}', "--chat_template", "{{ messages }}")
+    expected = {"data.chat_template_kwargs": {"enable_thinking": False}, "data.chat_template": "{{ messages }}"}
+    for command in ("grpo", "rloo", "distillation"):
+        assert holds(settings(command, *flags), expected)
+    assert settings("sft", "--chat_template", "{{ messages }}")["data.chat_template"] == "{{ messages }}"
+
+
 def test_flags_of_adapters_translate() -> None:
     found = settings(
         "sft", "--use_peft", "--lora_r", "8", "--load_in_4bit", "--lora_target_modules", "q_proj", "v_proj"
@@ -236,7 +262,7 @@ def test_flags_of_adapters_translate() -> None:
         ("sft", ("--optim", "adafactor"), "--actor.optim muon"),
         ("sft", ("--truncation_mode", "keep_end"), "--data.overlong drop"),
         ("kto", ("--ref_model_sync_steps", "64"), "never moves without --sync_ref_model"),
-        ("grpo", ("--chat_template_kwargs", "{}"), "--data.chat_template_kwargs"),
+        ("sft", ("--lr_scheduler_kwargs", '{"num_cycles": 2}'), "--actor.lr_decay_ratio"),
         ("sft", ("--use_cpu",), "CUDA_VISIBLE_DEVICES"),
         ("dpo", ("--fsdp", "full_shard"), "--cluster.strategy fsdp2"),
         ("grpo", ("--vllm_max_model_length", "2048"), "vLLM does not sample without --use_vllm"),
