@@ -6,7 +6,7 @@ from typing import Any
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.translation.draft import Draft
 from rollgrad.entrypoints.trl.moving_reference import MOVING, follow_policy
-from rollgrad.entrypoints.trl.rollouts import set_engines, set_groups, set_prompts, set_rewards
+from rollgrad.entrypoints.trl.rollouts import TRUNCATED, set_engines, set_groups, set_prompts, set_rewards
 
 LOSSES: Mapping[str, tuple[str, str | None]] = {
     "dapo": ("ppo", "token_mean"),
@@ -89,7 +89,7 @@ def _note_means(draft: Draft, *, loss: str, quantile: float) -> None:
             f"the loss {loss} is divided by the tokens of its step, in TRL by their mean over the steps of a generation"
         )
     if draft.value("mask_truncated_completions", False) and loss not in OVER_GENERATIONS and loss != "bnpo":
-        draft.change("mask_truncated_completions", "means over replies are over the others alone, in TRL over all")
+        draft.change("mask_truncated_completions", TRUNCATED)
     if quantile < 1:
         draft.change(
             "top_entropy_quantile",

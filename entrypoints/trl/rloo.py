@@ -2,7 +2,7 @@
 
 from rollgrad.entrypoints.translation.draft import Draft
 from rollgrad.entrypoints.trl.moving_reference import MOVING, follow_policy
-from rollgrad.entrypoints.trl.rollouts import set_engines, set_groups, set_prompts, set_rewards
+from rollgrad.entrypoints.trl.rollouts import TRUNCATED, set_engines, set_groups, set_prompts, set_rewards
 
 
 def finish_rloo(draft: Draft, *, dataset: str | None, samples: int) -> None:
@@ -25,6 +25,8 @@ def finish_rloo(draft: Draft, *, dataset: str | None, samples: int) -> None:
     draft.set("actor.loss_aggregation", "sequence_mean")
     low = draft.value("epsilon")
     draft.set("actor.eps_clip_low_high", [low, draft.value("epsilon_high", low)])
+    if draft.value("mask_truncated_completions", False):
+        draft.change("mask_truncated_completions", TRUNCATED)
     if draft.value("normalize_advantages", False):
         draft.set("algo.advantage.whiten", "batch")
         draft.change("normalize_advantages", "mean and deviation are over sampled tokens, in TRL over replies")

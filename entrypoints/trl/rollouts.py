@@ -29,6 +29,9 @@ GPU_MEMORY = 0.3
 OF_ENGINES = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length")
 """Flags that say how TRL starts engines of its own."""
 
+TRUNCATED = "means over replies are over the others alone, in TRL over all"
+"""The note on replies that are left out because they were cut off."""
+
 COUNTED = ("train.max_steps", "ckpt.save_steps", "ckpt.state_steps", "eval.steps")
 """Settings that count rollouts, where TRL counts optimizer steps."""
 

@@ -444,6 +444,8 @@ def test_the_others_of_a_group_are_the_baseline() -> None:
     whitened = translated("rloo", "--normalize_advantages")
     assert whitened.run.algo.advantage.whiten == "batch"
     assert any("in TRL over replies" in note for note in whitened.notes)
+    masked = translated("rloo", "--mask_truncated_completions")
+    assert any("over the others alone, in TRL over all" in note for note in masked.notes)
     still = translated("rloo", "--beta", "0", "--sync_ref_model")
     assert still.run.algo.kl.init_coef == 0
     assert any("--sync_ref_model: there is no KL" in note for note in still.notes)
