@@ -109,7 +109,10 @@ def _kl(draft: Draft) -> None:
     follow_policy(draft, "algo.kl")
     draft.set("algo.kl.init_coef", beta)
     draft.set("algo.kl.use_loss", True)
-    draft.set("algo.kl.estimator", "k3_unbiased" if draft.value("use_bias_correction_kl") else "k3")
+    unbiased = draft.value("use_bias_correction_kl")
+    draft.set("algo.kl.estimator", "k3_unbiased" if unbiased else "k3")
+    if unbiased and draft.value("importance_sampling_level") == "sequence":
+        draft.change("beta", "the KL of a token is weighed by its own ratio, in TRL by that of the reply")
 
 
 def _correction(draft: Draft) -> None:

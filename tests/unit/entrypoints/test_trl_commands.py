@@ -556,7 +556,10 @@ def test_the_divergence_is_the_one_that_trl_weights_with_the_ratio() -> None:
     assert settings("grpo", "--beta", "0.1")["algo.kl.estimator"] == "k3_unbiased"
     assert settings("grpo", "--beta", "0.1", "--no_use_bias_correction_kl")["algo.kl.estimator"] == "k3"
     sequences = ("--importance_sampling_level", "sequence", "--loss_type", "grpo")
-    assert settings("grpo", "--beta", "0.1", *sequences)["algo.kl.estimator"] == "k3_unbiased"
+    of_replies = translated("grpo", "--beta", "0.1", *sequences)
+    assert of_replies.run.algo.kl.estimator == "k3_unbiased"
+    assert any("--beta 0.1: the KL of a token" in note for note in of_replies.notes)
+    assert not any("--beta" in note for note in translated("grpo", "--beta", "0.1").notes)
 
 
 def test_steps_are_counted_in_rollouts() -> None:
