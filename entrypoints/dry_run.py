@@ -62,7 +62,7 @@ def file_problems(config: RLConfig) -> dict[str, RollgradError]:
 def _written_problems(run: Any) -> dict[str, RollgradError]:
     """Returns what is wrong with the places that a training run writes to."""
     problems: dict[str, RollgradError] = {}
-    _note(problems, "ckpt.output_dir", check_output, run.ckpt)
+    _note(problems, "ckpt.output_dir", check_output, run)
     cache = ("data.cache_dir",) if hasattr(run.data, "cache_dir") else ()
     for key in ("ckpt.output_dir", "ckpt.state_dir", "logger.tensorboard_dir", *cache):
         _note(problems, key, check_written, key, attrgetter(key)(run))

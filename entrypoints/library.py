@@ -80,7 +80,7 @@ def train(
         has_environment=environment is not None,
         has_prompts=adapters.get("prompts") is not None,
     )
-    check_output(config.ckpt)
+    check_output(config)
     config = from_anywhere(config)
     container = container_with(config, reward, environment, adapters)
     with alone(config.ckpt):

@@ -105,7 +105,7 @@ def loop(run: LoopRun, *, reward: RewardSource | Callable[..., Any] | None = Non
     raise_together([*loop_errors(run, has_reward=reward is not None), *wrong_files])
     output = Path(run.ckpt.output_dir).absolute()
     if not (output / STATE_FILE).exists():
-        check_output(run.ckpt)
+        check_output(run)
     with locked(output, "--ckpt.output_dir"):
         _check(run, files, reward)
         state = _begin(run, output)

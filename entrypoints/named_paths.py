@@ -30,11 +30,7 @@ def check_model(key: str, name: str | None) -> None:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            model = path / "model"  # of a run's directory
-            hint = (
-                f"did you mean --{key} {model}?" if (model / "config.json").is_file() else f"name a model with --{key}."
-            )
-            raise CheckpointError(f"{key} is {name!r}, a directory without config.json: {hint}")
+            raise CheckpointError(f"{key} is {name!r}, {_no_model(key, path)}")
         if problem := weights_problem(path):  # before rows are prepared, and processes of a cluster started
             raise CheckpointError(f"{key} is {name!r}, {problem}.")
     elif path.exists() or _is_path(name) or name.count("/") > 1:  # names of the hub have one
@@ -43,6 +39,17 @@ def check_model(key: str, name: str | None) -> None:
         raise CheckpointError(f"{key} is {name!r}, which is no directory: {hint}")
     else:
         find_model(name, flag=f"--{key}")
+
+
+def _no_model(key: str, directory: Path) -> str:
+    """Returns what a directory without config.json is, as the end of a sentence with its remedy."""
+    near = [directory / "model"]  # of a run's directory
+    what, remedy = "a directory without config.json", f"name a model with --{key}."
+    if (directory / "adapter_config.json").is_file():
+        near, what = [directory.parent], "which holds adapters to a model and not the model"  # as rollgrad saves them
+        remedy = f"merge them by rollgrad merge-lora --adapter {directory}, and name what that writes."
+    found = next((place for place in near if (place / "config.json").is_file()), None)
+    return f"{what}: {remedy if found is None else f'did you mean --{key} {found}?'}"
 
 
 def check_dataset(key: str, name: str) -> None:

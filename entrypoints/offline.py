@@ -153,7 +153,7 @@ def _check(run: Offline, errors: Callable[[Offline], Sequence[RollgradError]]) -
 def _train(
     function: str, config: Offline, make: Callable[[Offline], BaseContainer], adapters: Mapping[str, Any]
 ) -> TrainResult:
-    check_output(config.ckpt)
+    check_output(config)
     config = from_anywhere(config)
     container = make(config)
     give(container, adapters, function)

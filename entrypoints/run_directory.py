@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from rollgrad.adapters.tracking.browse.notes import NOTES_FILE
 from rollgrad.adapters.tracking.browse.rescored import RESCORED
 from rollgrad.adapters.tracking.trajectory_files import PREFIXES, step_of, trajectory_files
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig, Resume
-from rollgrad.domain.errors import CheckpointError, DataError
+from rollgrad.domain.errors import CheckpointError, DataError, raise_together
 from rollgrad.entrypoints.run_record import read_run
 
 CONFIG_HEADER = "# The settings of a run by rollgrad"
@@ -39,6 +40,8 @@ OTHER_CONFIG_FILE = "config.run.yaml"
 LOGS = (METRICS_FILE, SAMPLES_FILE)
 REPORTS = ("report.html", "curves.png", RUN_FILE, TRACKERS_FILE, NOTES_FILE, RESCORED, f"{PROFILE}/step-*")
 MODELS = ("model", "best", "best_[0-9]*", "step_*")
+MODEL_SECTIONS = ("actor", "critic", "ref", "reward", "teacher")
+"""Sections of settings that name a model."""
 SHOWN_RUNS = 3
 """Runs that are named where a directory holds none."""
 
@@ -94,15 +97,31 @@ def output_problem(ckpt: CheckpointConfig) -> str | None:
     )
 
 
-def check_output(ckpt: CheckpointConfig) -> None:
-    """Checks that a run with these settings may write to `ckpt.output_dir`.
+def check_output(run: Any) -> None:
+    """Checks that a run with these settings, of any kind, may write to `ckpt.output_dir`, and reads no model that it
+    replaces there: it could not be started again, and a reference that is loaded once more would be another one.
 
     Raises:
-        CheckpointError: it may not; the message says why.
+        CheckpointError, ManyProblemsError: it may not; the message says why.
     """
-    problem = output_problem(ckpt)
-    if problem is not None:
-        raise CheckpointError(problem)
+    problems = [output_problem(run.ckpt), *(_source_problem(run, section) for section in MODEL_SECTIONS)]
+    raise_together([CheckpointError(problem) for problem in problems if problem is not None])
+
+
+def _source_problem(run: Any, section: str) -> str | None:
+    """Returns why the model of a section of settings, if a run has it, cannot be read from where it is."""
+    name = getattr(getattr(run, section, None), "model_name_or_path", None)
+    if not name:
+        return None
+    directory, model = Path(run.ckpt.output_dir).resolve(), Path(name).expanduser().resolve()
+    if directory not in model.parents or not any(
+        fnmatchcase(model.relative_to(directory).parts[0], pattern) for pattern in MODELS
+    ):
+        return None
+    return (
+        f"{section}.model_name_or_path is {name!r}, which the run would replace, as ckpt.output_dir is "
+        f"{run.ckpt.output_dir!r}: choose another --ckpt.output_dir, or copy the model elsewhere."
+    )
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def rehearse_loop(run: LoopRun, errors: Sequence[RollgradError]) -> None:
     def play(trial: _SamplingTrial, config: RLConfig) -> None:
         trial.attempt(partial(check_packages, run))
         if not (Path(run.ckpt.output_dir) / "loop.json").exists():
-            trial.attempt(partial(check_output, run.ckpt))
+            trial.attempt(partial(check_output, run))
         trial.sample("prompts", "data.prompt_dataset", config.rollout.n_samples_per_prompt)
         if config.eval.dataset is not None:
             trial.sample("eval_prompts", "eval.dataset", config.eval.n_samples_per_prompt, judges=False)

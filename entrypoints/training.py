@@ -158,7 +158,7 @@ def _saved_state(config: TrainingRun, container: Any) -> TrainingState | None:
     Raises:
         RollgradError: the run could not write its outputs, or is another one than that of the state.
     """
-    check_output(config.ckpt)  # again: another run may have been there until now
+    check_output(config)  # again: another run may have been there until now
     if config.ckpt.push_to_hub is not None:
         check_upload(config.ckpt.push_to_hub)  # now, not after hours of training
     store: CheckpointStore = container.checkpoints()  # refuses an unwritable output before anything is loaded

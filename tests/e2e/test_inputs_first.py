@@ -124,12 +124,22 @@ def test_one_that_can_be_called_is_not(refused: Refused, words: list[str]) -> No
             ["which cannot be run (no program of this name", UNFIT],
         ),
         (["--reward.model_name_or_path", "REWARDS", "--reward.step_separator", ";"], ["is no process reward model"]),
+        (
+            [
+                *("--reward.model_name_or_path", "WRITER"),
+                *("--algo.kl.init_coef", "1", "--ref.model_name_or_path", "REWARDS"),
+            ],
+            ["no reward model (its weights lack score.weight)", "--ref.model_name_or_path is 'REWARDS', a Llama"],
+        ),
     ],
 )
 def test_all_problems_of_inputs_are_told_together(
-    refused: Refused, reward_model_dir: Path, flags: list[str], problems: list[str]
+    refused: Refused, reward_model_dir: Path, tiny_model_dir: Path, flags: list[str], problems: list[str]
 ) -> None:
-    flags = [flag.replace("REWARDS", str(reward_model_dir)) for flag in flags]
+    def named(text: str) -> str:
+        return text.replace("REWARDS", str(reward_model_dir)).replace("WRITER", str(tiny_model_dir))
+
+    flags, problems = [*map(named, flags)], [*map(named, problems)]
     for words in (TRAIN, [*TRAIN, "--dry_run"]):
         errors = refused([*words, *flags])
         assert len(errors) == len(problems), errors
@@ -182,12 +192,15 @@ def test_missing_packages_are_named_together(
         ("prm --data.dataset steps.jsonl --prm.reward_tokens + no-such-token", "writes as"),
         ("dpo --data.dataset pairs.jsonl --ref.model_name_or_path other", "another vocabulary than the actor"),
         ("kd --data.dataset texts.jsonl --teacher.model_name_or_path other", "another vocabulary than the actor"),
+        ("dpo --data.dataset pairs.jsonl --ref.model_name_or_path REWARDS", "which judges texts and writes none"),
+        ("kd --data.dataset texts.jsonl --teacher.model_name_or_path REWARDS", "which judges texts and writes none"),
     ],
 )
 def test_what_a_trainer_cannot_learn_from_is_refused(
-    refused: Refused, tiny_tokenizer: Any, words: str, problem: str
+    refused: Refused, tiny_tokenizer: Any, reward_model_dir: Path, words: str, problem: str
 ) -> None:
     other_model(tiny_tokenizer, Path("other"))
+    words = words.replace("REWARDS", str(reward_model_dir))
     for flags in ([], ["--dry_run"]):
         (error,) = refused(["train", *words.split(), "--ckpt.output_dir", "out", *flags])
         assert problem in error
@@ -213,6 +226,15 @@ async def test_a_server_that_takes_no_weights_is_refused(refused: Refused) -> No
     finally:
         server.close()
     assert "VLLM_SERVER_DEV_MODE=1" in error
+
+
+def test_a_model_that_the_run_would_replace_is_refused(refused: Refused, tiny_model_dir: Path) -> None:
+    shutil.copytree(tiny_model_dir, "out/best")
+    before = ["--ref.model_name_or_path", "out/best", "--algo.kl.init_coef", "0.1", "--ckpt.overwrite"]
+    for flags in ([], ["--dry_run"]):
+        (error,) = refused([*TRAIN, *VERIFIED, *before, *flags])
+        assert error.startswith("ref.model_name_or_path is 'out/best', which the run would replace")
+    assert Path("out/best/config.json").is_file()
 
 
 def test_weights_that_need_gpus_are_refused_without(refused: Refused) -> None:

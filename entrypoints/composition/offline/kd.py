@@ -19,6 +19,7 @@ from rollgrad.adapters.models.torch.loading.loading import (
     default_device,
     load_tokenizer,
     load_vocabulary_size,
+    refuse_classifier,
     resolve_dtype,
 )
 from rollgrad.adapters.models.torch.references import TorchTeacher
@@ -67,15 +68,17 @@ def distillation_settings(kd: DistillationConfig) -> DistillationSettings:
 
 
 def check_teacher(run: KDRun, tokenizer: Any) -> None:
-    """Checks that the teacher has the vocabulary of `tokenizer`, and positions for the longest example allowed.
+    """Checks that the teacher writes texts, and has the vocabulary of `tokenizer`, and positions for the longest
+    example allowed.
 
     Raises:
-        CheckpointError: it has no tokenizer.
+        CheckpointError: it judges texts, or has no tokenizer.
         ConfigurationError: it has another vocabulary, or fewer positions.
     """
     name = run.teacher.model_name_or_path
     if not name:
         return  # servers name their models, and are asked for some tokens
+    refuse_classifier(name, TEACHER_FLAG)
     its = load_tokenizer(name, flag=TEACHER_FLAG)
     if run.kd.spans:
         return  # any tokens, and examples that are too long for it are left out

@@ -11,7 +11,7 @@ from attrs import frozen
 from rollgrad.adapters.checkpoints.fingerprint import Fingerprint, model_fingerprint
 from rollgrad.adapters.checkpoints.score_files import ScoreFiles
 from rollgrad.adapters.data.examples.prepared import PreparedExamples
-from rollgrad.adapters.models.torch.loading.loading import default_device, resolve_dtype
+from rollgrad.adapters.models.torch.loading.loading import default_device, refuse_classifier, resolve_dtype
 from rollgrad.application.learning.moving import MovingReference
 from rollgrad.application.learning.reference import Judged, LiveReference, check_start, with_reference
 from rollgrad.application.settings.derived import shares_of_pass, tokens_per_pass
@@ -84,14 +84,16 @@ def make_moving_reference(run: ReferencedRun, policy: Callable[[], PolicyModel],
 
 
 def check_reference(run: ReferencedRun, tokenizer: Any) -> None:
-    """Checks that a reference of its own has positions for the longest example, and the tokens of `tokenizer`, the
-    actor's.
+    """Checks that a reference of its own writes texts, and has positions for the longest example, and the tokens of
+    `tokenizer`, the actor's.
 
     Raises:
+        CheckpointError: it judges texts.
         ConfigurationError: it has fewer positions, or another vocabulary.
     """
     name = run.ref.model_name_or_path
     if name is not None:
+        refuse_classifier(name, "--ref.model_name_or_path")
         check_positions("reference", name, run)
         check_tokens("ref", name, tokenizer)
 

@@ -12,7 +12,7 @@ from rollgrad.adapters.models.torch.loading.loading import (
     resolve_dtype,
 )
 from rollgrad.adapters.models.torch.loading.weight_shards import Shard
-from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel
+from rollgrad.adapters.models.torch.rewards.reward_model import RewardModel, check_head
 from rollgrad.adapters.models.torch.rewards.reward_text import same_vocabulary
 from rollgrad.adapters.models.torch.rewards.step_reward import StepRewardModel
 from rollgrad.adapters.models.torch.rewards.together import Divide
@@ -188,11 +188,11 @@ def make_reward_model(
 
 
 def check_reward_model(config: RLConfig) -> tuple[str, str] | None:
-    """Checks that the settings are for the kind of reward model that is named, by its config.json; returns the tokens
-    for right and wrong of a process reward model, None of another.
+    """Checks that the settings are for the kind of reward model that is named, by its config.json and the shapes of its
+    weights; returns the tokens for right and wrong of a process reward model, None of another.
 
     Raises:
-        CheckpointError: there is no such model.
+        CheckpointError: there is no such model, or it judges nothing.
         ConfigurationError: a setting is one for the other kind of models.
     """
     reward, name = config.reward, str(config.reward.model_name_or_path)
@@ -215,6 +215,7 @@ def check_reward_model(config: RLConfig) -> tuple[str, str] | None:
                 f"reward.{setting} is {getattr(reward, setting)!r}, but {name!r} is no process reward model: leave "
                 f"--reward.{setting} out, or set {FLAG} to one of `rollgrad train prm`."
             )
+    check_head(name, flag=FLAG)
     return None
 
 

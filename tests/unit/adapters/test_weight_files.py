@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollgrad.adapters.checkpoints.weight_files import weights_problem
+from rollgrad.adapters.checkpoints.weight_files import tensor_shapes, weights_problem
 
 
 def write(directory: Path, *, shards: int) -> list[Path]:
@@ -27,6 +27,8 @@ def write(directory: Path, *, shards: int) -> list[Path]:
 def test_what_safetensors_wrote_is_whole(tmp_path: Path, shards: int) -> None:
     write(tmp_path, shards=shards)
     assert weights_problem(tmp_path) is None
+    assert {*tensor_shapes(tmp_path).values()} == {(40, 40)}
+    assert len(tensor_shapes(tmp_path)) == max(shards, 1)
 
 
 def test_of_other_formats_nothing_is_said(tmp_path: Path) -> None:
@@ -71,6 +73,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: Callable[[Path], None],
     problem = weights_problem(tmp_path)
     assert said in str(problem)
     assert file.name in str(problem)
+    assert tensor_shapes(tmp_path) == {}
 
 
 def test_files_that_are_not_there_are_counted(tmp_path: Path) -> None:

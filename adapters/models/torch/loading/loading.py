@@ -375,6 +375,8 @@ def loaded_from(factory: Any, name_or_path: str, flag: str, **kwargs: Any) -> An
             hint = f"did you mean {model}?" if (model / CONFIG).exists() else "name the directory of a model."
             raise CheckpointError(f"{flag} is {name_or_path!r}, which has no {CONFIG}; {hint}") from error
         first_line = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(":.")
+        if "ignore_mismatched_sizes" in first_line:  # an argument that nobody here has set
+            first_line = f"the files have weights of other shapes than its {CONFIG} says"
         raise CheckpointError(
             f"{flag} is {name_or_path!r}, which cannot be loaded as a Hugging Face model: {first_line}. "
             f"{'Bring a whole copy there' if path.exists() else 'Check the name'}, or name another model."

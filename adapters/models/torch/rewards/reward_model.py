@@ -9,12 +9,14 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 from torch import Tensor, nn
 
+from rollgrad.adapters.checkpoints.weight_files import tensor_shapes
 from rollgrad.adapters.models.torch.allocator import keep_freed_memory
 from rollgrad.adapters.models.torch.forward import action_hidden
 from rollgrad.adapters.models.torch.layers.attention import backbone
@@ -41,6 +43,9 @@ from rollgrad.domain.errors import CheckpointError, ConfigurationError
 from rollgrad.domain.ports.chat_codec import SeesImages
 
 log = structlog.get_logger(__name__)
+
+SEVERAL = "the head gives several numbers"
+"""Why a classifier of several labels is no reward model."""
 
 
 class RewardModel:
@@ -238,6 +243,21 @@ class RewardModel:
         return tokens_ST.to(self._device), mask_ST.to(self._device), lengths_S.to(self._device)
 
 
+def check_head(name_or_path: str, *, flag: str) -> None:
+    """Checks by the names and shapes of its weights alone that a reward model in a directory has a head of one number.
+    What is on the hub, or in another format than safetensors, passes.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    shapes = tensor_shapes(Path(name_or_path).expanduser())
+    heads = [shape for name, shape in shapes.items() if name.endswith("score.weight")]
+    if shapes and not heads:
+        raise _not_scalar(flag, name_or_path, "its weights lack score.weight")
+    if any(shape[0] != 1 for shape in heads):
+        raise _not_scalar(flag, name_or_path, SEVERAL)
+
+
 def _load_classifier(
     name_or_path: str, *, dtype: torch.dtype, device: torch.device, flag: str, shard: Shard | None
 ) -> Any:
@@ -259,7 +279,7 @@ def _load_classifier(
     except CheckpointError as error:
         if not isinstance(error.__cause__, RuntimeError):  # transformers: a tensor has another shape
             raise
-        raise _not_scalar(flag, name_or_path, "the head gives several numbers") from error
+        raise _not_scalar(flag, name_or_path, SEVERAL) from error
     if not hasattr(model, "score"):
         raise _not_scalar(flag, name_or_path, f"{type(model).__name__} has no head `score` at the last token")
     if info["missing_keys"]:
