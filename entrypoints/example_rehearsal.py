@@ -17,6 +17,7 @@ from rollgrad.application.settings.offline import OfflineRun, ReferencedRun
 from rollgrad.application.settings.prm import PRMRun
 from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sft import SFTRun
+from rollgrad.application.settings.still_weights import still_sentences
 from rollgrad.domain.errors import ConfigurationError, RollgradError
 from rollgrad.entrypoints.composition.adapters import check_writer
 from rollgrad.entrypoints.composition.offline.kd import check_teacher, datasources_of
@@ -78,6 +79,8 @@ def _try(run: OfflineRun, findings: Findings) -> None:
     if len(examples):
         _plan(run, findings, longest=run.data.max_tokens if run.data.stream else examples.report.lengths["p100"])
         findings.say(findings.attempt(partial(counts, run, examples)) or "")
+    for sentence in still_sentences(run):
+        findings.say(sentence)
     show_examples(run, preparation, examples, 1, findings.console)
     findings.attempt(partial(examples.report.check, run.data.max_dropped, "data.dataset"))
     findings.attempt(partial(show_held_out, run, examples, findings.console))

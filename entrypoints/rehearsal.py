@@ -20,6 +20,7 @@ from rollgrad.application.episodes.judging import answer_request
 from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.application.settings.derived import longest_sample, longest_sequence
 from rollgrad.application.settings.run import RLConfig
+from rollgrad.application.settings.still_weights import still_sentences
 from rollgrad.application.settings.validation import range_problems, with_defaults
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError
@@ -180,6 +181,8 @@ class _TrainingTrial(Trial):
         held_out = self._attempt(container.eval_prompts, "actor.model_name_or_path", "eval.dataset")
         note_repeated_prompts(config, container.environment(), prompts, held_out)
         self._plan(prompts.survey if isinstance(prompts, Surveyed) else None, held_out or ())
+        for sentence in self._attempt(lambda: still_sentences(config)) or ():
+            self._say(sentence)
         if prompts is not None:
             self._say(counts(config, len(prompts)))
         self._attempt(container.tool_box)

@@ -24,6 +24,7 @@ from rollgrad.application.pipelines.schedule import RunOutcome
 from rollgrad.application.settings.sections.ckpt import CheckpointConfig
 from rollgrad.application.settings.sections.cluster import ClusterConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
+from rollgrad.application.settings.still_weights import still_sentences
 from rollgrad.domain.control.best_model import BestModel
 from rollgrad.domain.ports.checkpoint_store import CheckpointStore, TrainingState
 from rollgrad.entrypoints.composition.base import BaseContainer
@@ -210,6 +211,8 @@ def _run_on_record(
     output_dir = Path(config.ckpt.output_dir)
     states, learning = Path(config.ckpt.state_dir or output_dir), asdict(run.learning)
     with RunRecord(output_dir, learning=learning, continued_from=continued_from, states=states) as record:
+        for sentence in still_sentences(config):
+            log.warning(sentence)
         before_run()
         on_save = _reporting(output_dir, title)
         outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(on_save), container)))

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import structlog
 import torch
 
 from rollgrad.adapters.chat.pictures import ImageRenderer
@@ -38,8 +37,6 @@ from rollgrad.application.settings.sections.train import TrainConfig
 from rollgrad.domain.algorithms.losses.centering import ScoreCentering
 from rollgrad.entrypoints.composition.own_optimizer import load_optim, load_schedule
 
-log = structlog.get_logger(__name__)
-
 ACTOR_FLAG = "--actor.model_name_or_path"
 
 
@@ -53,9 +50,6 @@ def compute_device(actor: ModelConfig) -> torch.device:
     return default_device()
 
 
-NO_LR = 1e-10
-"""Learning rate up to which Adam moves no weight of a usual size (0.01) by more than float32 rounds it."""
-
 NO_AVERAGE: Mapping[str, Any] = {}
 """Settings of an optimizer that keeps no moving average."""
 
@@ -64,11 +58,8 @@ def make_optimizer(
     section: ActorConfig | CriticConfig, total_steps: int, average: Mapping[str, Any] = NO_AVERAGE
 ) -> OptimizerSettings:
     """Returns a model's optimizer settings for a run of `total_steps` optimizer steps; `average` are those of a moving
-    average of its weights. A learning rate with which a run learns nothing is a warning."""
+    average of its weights."""
     name = "critic" if isinstance(section, CriticConfig) else "actor"
-    if section.peak_lr <= NO_LR and section.optim is not Optim.MUON:
-        why = f"{name}.adam.lr is {section.peak_lr:g}: raise --{name}.adam.lr to learn"
-        log.warning("weights stay as they are", why=why)
     return OptimizerSettings(
         lr=section.peak_lr,
         betas=section.adam.betas,
