@@ -3,7 +3,8 @@
 Does not own: events of a stream, each of which its reader bounds.
 """
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
 import httpx2
@@ -23,6 +24,22 @@ def bound_to(response: httpx2.Response, most: int | None) -> None:
         response.stream = _Bounded(stream, 0, f"it is compressed ({encoding}), which was not asked for")
     elif most is not None:
         response.stream = _Bounded(stream, most, f"it has more than {most:,} bytes")
+
+
+def parts_within(response: httpx2.Response, most: int, seconds: float | None = None) -> Iterator[bytes]:
+    """Yields the parts of an answer whose body is not read yet, of a client without an event loop; raises
+    `httpx2.StreamError` as `bound_to` says, and where the answer is not whole after `seconds` (None: it may take as
+    long as it likes), however steadily its parts come."""
+    encoding, read, began = response.headers.get("content-encoding", "identity"), 0, time.monotonic()
+    if encoding != "identity":
+        raise httpx2.StreamError(f"The answer cannot be used: it is compressed ({encoding}), which was not asked for.")
+    for part in response.iter_bytes():
+        read += len(part)
+        if read > most:
+            raise httpx2.StreamError(f"The answer cannot be used: it has more than {most:,} bytes.")
+        if seconds is not None and time.monotonic() - began > seconds:
+            raise httpx2.StreamError(f"The answer cannot be used: it was not whole after {seconds:g} s.")
+        yield part
 
 
 async def bound(response: httpx2.Response) -> None:

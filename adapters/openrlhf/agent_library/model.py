@@ -4,18 +4,23 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollgrad.adapters.system.certificates import trusted_certificates
 from rollgrad.adapters.system.server_sent_events import ServerSentEvents
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import ConfigurationError, EngineError
 
+if TYPE_CHECKING:
+    import httpx2
+
 MAX_TOKENS = 10240
 """Tokens of a reply unless told otherwise."""
 TEMPERATURE = 0.6
 TIMEOUT = 600.0
 """Seconds that a server may take for one reply, or for the next part of a streamed one."""
+TOKEN_BYTES = 1024
+"""Bytes of a streamed token, at most: with its text and what else an event says."""
 END_OF_STREAM = "[DONE]"
 """Data of the last event of a stream."""
 
@@ -58,6 +63,8 @@ class OpenAIEngine(LLMEngine):
     def __init__(self, model: str | None = None, base_url: str | None = None, api_key: str | None = None) -> None:
         import httpx2
 
+        from rollgrad.adapters.system.bounded_answer import UNCOMPRESSED
+
         model, base_url = model or os.environ.get("OPENAI_MODEL"), base_url or os.environ.get("OPENAI_BASE_URL")
         if not model or not base_url:
             raise ConfigurationError(
@@ -70,7 +77,7 @@ class OpenAIEngine(LLMEngine):
         self._client = httpx2.Client(
             verify=trusted_certificates(),
             timeout=TIMEOUT,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers={**UNCOMPRESSED, **({"Authorization": f"Bearer {key}"} if key else {})},
         )
 
     def generate(
@@ -102,16 +109,18 @@ class OpenAIEngine(LLMEngine):
 
     def _parts(self, url: str, body: dict[str, Any]) -> Iterator[Piece]:
         """Yields the parts of a streamed reply."""
+        from rollgrad.adapters.system.bounded_answer import ANSWER_BYTES, parts_within
+
         whole: Piece = [], ""
         with (
             foreign_code(lambda words: EngineError(f"{url} cannot be reached: {words}")),
             self._client.stream("POST", url, json=body) as response,
         ):
             if response.status_code != 200:
-                response.read()
-                raise EngineError(f"{url} answered {response.status_code} ({response.text[:200]!r}).")
+                raise _refused(url, response.status_code, _text(response))
             events = ServerSentEvents()
-            for data in (data for part in response.iter_bytes() for data in events.feed(part)):
+            received = parts_within(response, ANSWER_BYTES + TOKEN_BYTES * body["max_tokens"])
+            for data in (data for part in received for data in events.feed(part)):
                 if data == END_OF_STREAM:
                     _require_tokens(url, whole)
                     return
@@ -137,11 +146,25 @@ class OpenAIEngine(LLMEngine):
         return [int(token) for token in answer["tokens"]]
 
     def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
-        with foreign_code(lambda words: EngineError(f"{url} cannot be reached: {words}")):
-            response = self._client.post(url, json=body)
+        with (
+            foreign_code(lambda words: EngineError(f"{url} cannot be reached: {words}")),
+            self._client.stream("POST", url, json=body) as response,
+        ):
+            text = _text(response)
         if response.status_code != 200:
-            raise EngineError(f"{url} answered {response.status_code} ({response.text[:200]!r}).")
-        return _object(url, response.text)
+            raise _refused(url, response.status_code, text)
+        return _object(url, text)
+
+
+def _text(response: "httpx2.Response") -> str:
+    """Returns the text of an answer that is not read yet."""
+    from rollgrad.adapters.system.bounded_answer import ANSWER_BYTES, parts_within
+
+    return b"".join(parts_within(response, ANSWER_BYTES, TIMEOUT)).decode(errors="replace")
+
+
+def _refused(url: str, status: int, text: str) -> EngineError:
+    return EngineError(f"{url} answered {status} ({text[:200]!r}).")
 
 
 def _object(url: str, text: str) -> dict[str, Any]:

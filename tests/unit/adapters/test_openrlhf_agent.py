@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import httpx2
@@ -469,6 +471,31 @@ def test_what_a_server_does_wrong_is_said(answer: tuple[int, Any], message: str)
         running.close()
     with pytest.raises(EngineError, match="cannot be reached"):
         OpenAIEngine("qwen", base_url(running)).tokenize("x")
+
+
+def test_an_answer_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes as fast as it can, and one whose parts come steadily, too few to be whole in time."""
+    monkeypatch.setattr("rollgrad.adapters.system.bounded_answer.ANSWER_BYTES", 2**16)
+    monkeypatch.setattr("rollgrad.adapters.openrlhf.agent_library.model.TIMEOUT", 0.2)
+
+    def drip() -> Iterator[str]:
+        while True:
+            time.sleep(0.02)
+            yield " "
+
+    for endless, message in ((lambda: repeat("x" * 4096), "has more than 65,536 bytes"), (drip, "not whole after 0.2")):
+        running = RewardServer(lambda body, endless=endless: (200, iter(endless())))  # type: ignore[misc]
+        try:
+            with pytest.raises(EngineError, match=message):
+                OpenAIEngine("qwen", base_url(running)).generate("x")
+        finally:
+            running.close()
+    running = RewardServer(lambda body: (200, iter(repeat(": wait\n" * 500))))
+    try:
+        with pytest.raises(EngineError, match="has more than 66,560 bytes"):
+            list(OpenAIEngine("qwen", base_url(running)).generate("x", 1, stream=True))
+    finally:
+        running.close()
 
 
 def test_an_engine_needs_a_model_and_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
