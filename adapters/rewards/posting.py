@@ -1,4 +1,4 @@
-"""Requests to judging servers, in JSON, over several addresses, with retries within one deadline.
+"""Requests to judging servers, in JSON, over several addresses, with retries until one deadline.
 
 A request goes to the server with the fewest requests in flight whose circuit is closed. Judging twice is harmless, so a
 request is sent again, preferably to another server, when a connection breaks, a server answers 429 or 5xx, or half of
@@ -9,7 +9,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
@@ -25,8 +24,6 @@ from rollgrad.domain.errors import ConfigurationError, RewardError
 if TYPE_CHECKING:
     import httpx2
 
-ATTEMPTS = 4
-"""Largest number of attempts with one server; every further server adds one."""
 BACKOFF = 0.2
 """Seconds before the second attempt, and their random part; each further one doubles them."""
 QUOTED = 200
@@ -110,10 +107,6 @@ class JudgeServers:
                 f"No {self._name} judged {about} within {self._timeout:g} s (last: {question.last}): check the "
                 "servers, or raise --reward.timeout."
             ) from None
-        except PassingError:
-            raise RewardError(
-                f"The {self._name}s failed {len(question.tried)} times (last: {question.last}): check the servers."
-            ) from None
 
     async def _of_two(self, question: "_Question") -> tuple[str, Any]:
         """Runs `_in_turn`, after half of the time twice at once; returns the first answer."""
@@ -123,12 +116,9 @@ class JudgeServers:
             slow = [*question.asked]
             if slow:
                 tasks.append(asyncio.create_task(self._in_turn(question)))
-            for answer in asyncio.as_completed(tasks):
-                with suppress(PassingError):
-                    found = await answer
-                    question.blame(slow)
-                    return found
-            raise PassingError
+            found = await next(asyncio.as_completed(tasks))
+            question.blame(slow)
+            return found
         finally:
             for task in tasks:
                 task.cancel()
@@ -137,10 +127,9 @@ class JudgeServers:
         """Asks one server after the other until one answers.
 
         Raises:
-            PassingError: all attempts failed.
             RewardError: a server refused.
         """
-        async for attempt in attempts(ATTEMPTS + len(self._servers) - 1, wait=BACKOFF):
+        async for attempt in attempts(None, wait=BACKOFF):
             with attempt:
                 server = await self._next_server(question.tried)
                 question.tried.append(server)

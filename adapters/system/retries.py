@@ -20,9 +20,9 @@ class Attempt(AbstractContextManager[None], Protocol):
     num: int
 
 
-def attempts(most: int, *, wait: float) -> AsyncIterator[Attempt]:
-    """Yields up to `most` attempts; before the second it waits `wait` seconds and up to as many by chance, before each
-    further one twice as long."""
+def attempts(most: int | None, *, wait: float) -> AsyncIterator[Attempt]:
+    """Yields up to `most` attempts (None: as many as the caller waits for); before the second it waits `wait` seconds
+    and up to as many by chance, before each further one twice as long, up to 5 s."""
     import stamina
 
     _leave_reports_to_callers()

@@ -136,6 +136,18 @@ async def test_a_server_that_recovers_is_used_again(serve: Callable[[Answer], Re
     assert len(server.bodies) == 3
 
 
+async def test_a_server_is_waited_for_until_the_deadline(
+    serve: Callable[[Answer], RewardServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is started again answers 503 meanwhile, which half a dozen attempts meet in a second."""
+    monkeypatch.setattr(posting, "BACKOFF", 0.001)
+    calls = iter([503] * 8)
+    server = serve(lambda body: (next(calls, 200), lengths(body)[1]))
+    source = HttpReward([server.url], timeout=SECONDS, circuit=Circuit(cooldown=0.001))
+    assert (await score(source, "abc"))[0].value == 3.0
+    assert len(server.bodies) == 9
+
+
 async def test_while_a_server_hangs_another_judges_what_it_was_asked(serve: Callable[[Answer], RewardServer]) -> None:
     release = threading.Event()
 
