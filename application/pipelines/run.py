@@ -238,7 +238,7 @@ class Run(Generic[Sample]):
             log.warning(str(finding), finding=finding.name, since_step=finding.since, step=self._done)
 
     def _state_is_old(self) -> bool:
-        minutes = self._schedule.state_minutes
+        minutes = self._schedule.minutes_to_state(first=not self._began and self._states.written is None)
         if minutes is None or self._done >= self._schedule.steps:
             return False
         return self._clock.monotonic() - self._state_saved_at >= SECONDS_PER_MINUTE * minutes

@@ -7,6 +7,10 @@ from attrs import field, frozen
 
 from rollgrad.domain.control.best_model import Best, BestModel
 
+FIRST_STATE_MINUTES = 5.0
+"""Age of a run at which it has its first training state at the latest: until then a kill loses all of it, and nobody
+knows whether states can be written where they are to be."""
+
 
 @frozen(kw_only=True)
 class Schedule:
@@ -38,6 +42,11 @@ class Schedule:
     def saves_state(self) -> bool:
         """Whether the run saves training states."""
         return self.state_steps > 0 or self.state_minutes is not None
+
+    def minutes_to_state(self, *, first: bool) -> float | None:
+        """Returns the age of the last training state, or of the run before its `first`, at which one is saved; None
+        where none is saved by time."""
+        return min(self.state_minutes, FIRST_STATE_MINUTES) if first and self.state_minutes else self.state_minutes
 
 
 @frozen(kw_only=True)

@@ -54,7 +54,8 @@ class CheckpointConfig:
     state_minutes: float | None = setting(
         30.0,
         "Minutes between training states (weights, optimizer, position; about 12 bytes a parameter), from which "
-        "resume continues. The last one is of the run's end, however it ends. None, without state_steps, saves none.",
+        "resume continues. The first is saved after 5 minutes at the latest, the last one at the run's end, however it "
+        "ends. None, without state_steps, saves none.",
         POSITIVE,
     )
     state_steps: int = setting(

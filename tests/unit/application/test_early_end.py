@@ -350,7 +350,9 @@ def continued(logs: Sequence[MutableMapping[str, Any]]) -> list[tuple[int, int]]
 # How often the training state is saved.
 
 
-@pytest.mark.parametrize(("minutes", "expected"), [(1.0, [1, 2, 3, 4, 5, 6]), (2.5, [3, 6]), (30.0, [6]), (None, [])])
+@pytest.mark.parametrize(
+    ("minutes", "expected"), [(1.0, [1, 2, 3, 4, 5, 6]), (2.5, [3, 6]), (30.0, [5, 6]), (None, [])]
+)
 def test_the_training_state_is_saved_every_so_many_minutes_and_at_the_end(
     tmp_path: Path, minutes: float | None, expected: list[int]
 ) -> None:
