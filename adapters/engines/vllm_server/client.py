@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,6 +12,7 @@ from rollgrad.adapters.system.certificates import trusted_certificates
 from rollgrad.adapters.system.retries import PassingError, attempts
 from rollgrad.adapters.system.server_sent_events import ServerSentEvents
 from rollgrad.application.foreign import foreign_code
+from rollgrad.application.interruption import heed_stop
 from rollgrad.application.rare_warning import RareWarning
 from rollgrad.domain.errors import EngineError
 
@@ -29,10 +31,10 @@ CALL_SECONDS = 300.0
 """Longest time of a server for a call that samples no reply. Repacking a large model takes seconds."""
 
 ATTEMPTS = 3
-"""Largest number of attempts of a call that may be repeated."""
+"""Number of attempts of a call that may be repeated, where there is no patience for more."""
 
 BACKOFF = 0.2
-"""Seconds before the second attempt, and their random part; the third waits twice as long."""
+"""Seconds before the second attempt, and their random part; each further one waits twice as long."""
 
 PASSING = frozenset({429, 502, 503, 504})
 """Statuses of servers and proxies that may be temporary."""
@@ -70,17 +72,19 @@ class ServerClient:
         seconds: float | None = CALL_SECONDS,
         repeat: bool = False,
         places: int = 0,
+        patience: float = 0.0,
     ) -> tuple[int, Any]:
         """Makes a GET, or with a body a POST; returns status, and JSON or text. Query parameters are part of the path.
 
         `seconds` None waits for as long as the connection stands. `repeat`: the call may be made twice, and is made
-        again where it fails in passing. `places`: how many log-probs are asked for, for which an answer may have
-        `PLACE_BYTES` each besides the usual bound.
+        again where it fails in passing, for `patience` seconds or `ATTEMPTS` times, whichever is more. `places`: how
+        many log-probs are asked for, for which an answer may have `PLACE_BYTES` each besides the usual bound.
 
         Raises:
             EngineError: there was no answer, or one larger than it may be.
+            BrokenOffError: the run ends, of whose update the call is a part.
         """
-        return await self._attempts(repeat, lambda last: self._once(path, body, seconds, places, last=last))
+        return await self._attempts(repeat, lambda last: self._once(path, body, seconds, places, last=last), patience)
 
     async def stream(
         self, path: str, body: Mapping[str, Any], listen: Callable[[], Callable[[Any], None]], *, places: int = 0
@@ -100,22 +104,24 @@ class ServerClient:
 
         await self._attempts(True, attempt)
 
-    async def _attempts(self, repeat: bool, attempt: Callable[[bool], Awaitable[T]]) -> T:
+    async def _attempts(self, repeat: bool, attempt: Callable[[bool], Awaitable[T]], patience: float = 0.0) -> T:
         """Returns what one of the attempts returns; each is told whether it is the last."""
-        try:
-            async for again in attempts(ATTEMPTS if repeat else 1, wait=BACKOFF):
-                with again:
-                    try:
-                        return await attempt(not repeat or again.num == ATTEMPTS)
-                    except PassingError as failure:
-                        if _too_large(failure):
-                            raise EngineError(f"The server {self.url} was not heard to its end. {failure}") from failure
-                        self._failures.tell("a call of a model server failed", url=self.url, reason=str(failure))
-                        raise
-        except PassingError as failure:
-            raise EngineError(
-                f"The server {self.url} does not answer: {failure}. Check that it runs, and its address."
-            ) from failure.__cause__
+        until = time.monotonic() + patience
+        async for again in attempts(None, wait=BACKOFF):
+            with again:
+                heed_stop()
+                last = not repeat or (again.num >= ATTEMPTS and time.monotonic() >= until)
+                try:
+                    return await attempt(last)
+                except PassingError as failure:
+                    if _too_large(failure):
+                        raise EngineError(f"The server {self.url} was not heard to its end. {failure}") from failure
+                    self._failures.tell("a call of a model server failed", url=self.url, reason=str(failure))
+                    if last:
+                        raise EngineError(
+                            f"The server {self.url} does not answer: {failure}. Check that it runs, and its address."
+                        ) from failure.__cause__
+                    raise
         raise AssertionError("an attempt returns or raises")
 
     async def call(
@@ -126,13 +132,14 @@ class ServerClient:
         seconds: float | None = CALL_SECONDS,
         repeat: bool = False,
         places: int = 0,
+        patience: float = 0.0,
     ) -> Any:
         """Returns the JSON that `ask` gets with status 200.
 
         Raises:
             EngineError: there was no answer, or another status.
         """
-        status, answer = await self.ask(path, body, seconds=seconds, repeat=repeat, places=places)
+        status, answer = await self.ask(path, body, seconds=seconds, repeat=repeat, places=places, patience=patience)
         if status != 200:
             raise EngineError(self.refusal(path, status, answer))
         return answer

@@ -25,6 +25,8 @@ AT_ONCE = 32
 """Requests in flight, each of one sequence."""
 PATH = "/v1/completions"
 TOKENIZE = "/tokenize"
+PATIENCE_SECONDS = 600.0
+"""Longest time that an update waits for a server that does not answer or is busy, as one that is started again is."""
 QUOTED = 12
 """Tokens that an error quotes."""
 
@@ -114,7 +116,7 @@ class ServedModel:
             await self._client.aclose()  # connections belong to an event loop, which ends here
 
     async def _places(self, batch: PackedBatch, top_k: int) -> list[Place]:
-        model = (await self._model())["id"]
+        model = (await self._model(PATIENCE_SECONDS))["id"]
         lengths = batch.lengths_S.tolist()
         tokens_S = torch.split(batch.tokens_N, lengths)
         trained_S = torch.split(batch.action_mask_N, lengths)
@@ -133,7 +135,9 @@ class ServedModel:
             "temperature": 0,
             "prompt_logprobs": top_k,
         }
-        status, answer = await self._client.ask(PATH, body, repeat=True, places=len(tokens) * (2 + top_k))
+        status, answer = await self._client.ask(
+            PATH, body, repeat=True, places=len(tokens) * (2 + top_k), patience=PATIENCE_SECONDS
+        )
         if status != 200:
             refusal = self._client.refusal(PATH, status, answer)
             if status == 400 and "logprobs" in refusal:
@@ -170,9 +174,9 @@ class ServedModel:
             )
         return Place(best, [told[id_] for id_ in best], told[token])
 
-    async def _model(self) -> Mapping[str, Any]:
+    async def _model(self, patience: float = 0.0) -> Mapping[str, Any]:
         with foreign_code(self._refusal):
-            models = (await self._client.call("/v1/models", repeat=True))["data"]
+            models = (await self._client.call("/v1/models", repeat=True, patience=patience))["data"]
             named = [model for model in models if self._name in (model["id"], model.get("root"))]
             if not named and len(models) > 1:
                 names = ", ".join(str(model["id"]) for model in models)

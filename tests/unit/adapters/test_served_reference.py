@@ -1,6 +1,8 @@
 """References on servers are asked about the sequences of their own datasources, and answers go to their tokens."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +10,13 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollgrad.adapters.engines.vllm_server import client
 from rollgrad.adapters.engines.vllm_server.teacher import OF_REFERENCES, Place, ServedModel, ServedReference
+from rollgrad.application.interruption import BrokenOffError, Stop
 from rollgrad.domain.batches.packed import PackedBatch, pack
 from rollgrad.domain.errors import DataError
 from rollgrad.testing.agent_executor import make_trajectory
+from tests.fakes.reward_server import JsonServer
 
 
 class Numbers(ServedModel):
@@ -54,3 +59,34 @@ def test_a_datasource_without_a_reference_is_named() -> None:
     reference = ServedReference(None, MODELS, complete=asyncio.run)
     with pytest.raises(DataError, match=r"Rows of 'poems' have no teacher: --ref.urls has one for 'math', 'code'"):
         reference.score(batch_of(["math", "poems"]))
+
+
+def test_a_server_that_is_busy_for_a_while_is_waited_for_until_the_run_is_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked about one sequence; six answers in a row are no answer."""
+    monkeypatch.setattr(client, "BACKOFF", 0.001)
+    busy, stop = [503] * 6, Stop()
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "m"}]}
+        if busy:
+            return busy.pop(), "not now"
+        stop.asked = True
+        return 503, "not now"
+
+    def complete(work: Coroutine[Any, Any, Any]) -> Any:
+        async def stoppable() -> Any:
+            return await stop.begin(work)
+
+        return asyncio.run(stoppable())
+
+    server = JsonServer(answer)
+    try:
+        model = ServedModel(server.url, name="m", size=10, asked=OF_REFERENCES)
+        with pytest.raises(BrokenOffError):
+            ServedReference(model, {}, complete=complete).score(batch_of(["math"]))
+    finally:
+        server.close()
+    assert server.paths.count("/v1/completions") == 7
