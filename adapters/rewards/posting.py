@@ -189,6 +189,11 @@ class JudgeServers:
             server.circuit = server.circuit.failed(time.monotonic())
             raise PassingError(f"{server.url} answered {response.status_code}")
         server.circuit = server.circuit.succeeded()
+        if response.has_redirect_location:  # another host would get the token
+            raise RewardError(
+                f"The {self._name} {server.url} sends its callers to {response.headers['location'][:QUOTED]!r} "
+                f"({response.status_code}): if that is right, set --{self._flag} to the whole address."
+            )
         if response.status_code != 200:
             raise RewardError(
                 f"The {self._name} {server.url} answered {response.status_code} ({response.text[:QUOTED]!r}): check "

@@ -14,6 +14,7 @@ from attrs import evolve
 
 from rollgrad.adapters.rewards import posting
 from rollgrad.adapters.rewards.http import TOKEN_VARIABLE, HttpReward
+from rollgrad.adapters.servers.server import Server
 from rollgrad.adapters.system.bounded_answer import ANSWER_BYTES
 from rollgrad.domain.control.circuit_breaker import Circuit
 from rollgrad.domain.episodes.generation import StopReason
@@ -239,6 +240,26 @@ async def test_what_another_attempt_would_not_change_is_one_sentence(
     assert message in str(error.value)
     assert server.url in str(error.value)
     assert len(server.bodies) == 1
+
+
+async def test_a_server_that_sends_its_callers_elsewhere_is_not_followed() -> None:
+    """As FastAPI does where a slash at the end is missing; another host would get the token and the replies."""
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heard.append(scope["path"])
+        location = [(b"location", b"http://elsewhere/score/")]
+        await send({"type": "http.response.start", "status": 307, "headers": location})
+        await send({"type": "http.response.body", "body": b""})
+
+    server = Server(app, name="reward server", max_body=2**20)
+    await server.start()
+    try:
+        with pytest.raises(RewardError, match=r"sends its callers to 'http://elsewhere/score/' \(307\): if that"):
+            await score(HttpReward([f"{server.url}/score"], timeout=SECONDS), "x")
+    finally:
+        await server.stop()
+    assert heard == ["/score"]
 
 
 async def test_the_token_travels_in_a_header_only(
