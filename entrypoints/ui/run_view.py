@@ -99,7 +99,7 @@ class RunView:
 
     def _summary(self, logged: LoggedMetrics) -> dict[str, Any]:
         findings = self._watched(logged).findings()
-        return in_short(logged) | {"findings": [f.evidence for f in findings if f.until == logged.last_step]}
+        return in_short(logged) | {"findings": [f.evidence for f in findings if _holds(f, logged)]}
 
     def _row(self, logged: Mapping[str, Any]) -> dict[str, Any]:
         facts, settings = self._facts(), self.settings()
@@ -166,7 +166,6 @@ class RunView:
         the same was found before the first that is listed."""
         logged = self._logged()
         found = self._watched(logged).findings()
-        last = logged.last_step
         by_name: dict[str, list[Finding]] = {}
         for finding in found:
             by_name.setdefault(finding.name, []).append(finding)
@@ -186,7 +185,7 @@ class RunView:
                     "since": finding.since,
                     "until": finding.until,
                     "before": unlisted.get(finding, 0),
-                    "holds": finding.until == last,
+                    "holds": _holds(finding, logged),
                     "metric": metric,
                     "filter": None if condition is None else f"{condition} and kind = update and {steps}",
                 }
@@ -372,6 +371,11 @@ class RunView:
             commands["chat"] = f"rollgrad chat --model {run}/model"
             commands["serve"] = f"rollgrad serve agent --model {run}/model"
         return commands
+
+
+def _holds(finding: Finding, logged: LoggedMetrics) -> bool:
+    """Returns whether the last step that was logged has the sign of a finding."""
+    return finding.until == logged.last_step
 
 
 def _stamp(path: Path) -> list[int]:
