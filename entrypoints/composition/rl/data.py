@@ -53,7 +53,6 @@ def make_rollouts(config: RLConfig, prompts: PromptSource) -> int:
 
 def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> DatasetPromptSource:
     """Returns the prompts of datasets; `environment` plays them, if it is not None."""
-    _note_end(config, codec)
     data = config.data
     builder = _builder(config, codec, _teacher(config), unlabelled=config.reward.majority_vote)
     dataset = load_dataset(
@@ -65,26 +64,24 @@ def make_dataset_source(config: RLConfig, codec: TemplateCodec, environment: Any
         builder=builder,
     )
     source = DatasetPromptSource(dataset, builder, seed=config.train.seed)
-    return _taught(config, _within_positions(config, environment, source, "rollout"))
+    return _checked(config, codec, environment, source)
 
 
 def make_row_source(rows: Rows, config: RLConfig, codec: TemplateCodec, environment: Any) -> DatasetPromptSource:
     """Returns the prompts of rows that the caller brings; `environment` plays them, if it is not None."""
-    _note_end(config, codec)
     builder = _builder(config, codec, _teacher(config), unlabelled=config.reward.majority_vote)
     seed, most = config.train.seed, config.data.max_samples
     source = DatasetPromptSource(rows, builder, seed=seed, max_samples=most, setting="prompts")
-    return _taught(config, _within_positions(config, environment, source, "rollout"))
+    return _checked(config, codec, environment, source)
 
 
 def make_gym_source(config: RLConfig, codec: TemplateCodec, environment: Any) -> ReasoningGymPromptSource:
     """Returns prompts that reasoning-gym generates; `environment` plays them, if it is not None."""
-    _note_end(config, codec)
     data = config.data
     size = min(data.size, data.max_samples or data.size)
     seed, teacher = config.train.seed, _teacher(config)
     source = ReasoningGymPromptSource(data.prompt_dataset, codec, data, size=size, seed=seed, teacher=teacher)
-    return _taught(config, _within_positions(config, environment, source, "rollout"))
+    return _checked(config, codec, environment, source)
 
 
 def make_eval_dataset(config: RLConfig, codec: TemplateCodec, environment: Any) -> list[Prompt]:
@@ -177,12 +174,15 @@ def _within_positions(config: RLConfig, environment: Any, source: Source, sectio
     )
 
 
-def _taught(config: RLConfig, source: Source) -> Source:
-    """Returns `source`, if each of its prompts has a teacher where several are named, and all teachers have prompts.
+def _checked(config: RLConfig, codec: TemplateCodec, environment: Any, source: Source) -> Source:
+    """Returns `source`, if the model has positions for its prompts, each of them has a teacher where several are named,
+    and all teachers have prompts.
 
     Raises:
         ConfigurationError: this is not so, or a teacher has too few positions.
     """
+    _note_end(config, codec)
+    _within_positions(config, environment, source, "rollout")
     check_datasources(config.ref, source.survey.datasources, source.survey.setting)
     return _taught_within_positions(config, source)
 
