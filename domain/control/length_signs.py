@@ -1,6 +1,6 @@
 """Signs in the lengths of replies. Pure."""
 
-from rollgrad.domain.control.rule import LearningSettings, Metrics, in_rollouts
+from rollgrad.domain.control.rule import LearningSettings, Metrics, Rule, in_rollouts
 
 TRUNCATED_SHARE = 0.99
 """Share of truncated replies from which on the model seems not to end its replies by itself."""
@@ -19,7 +19,7 @@ def truncated(metrics: Metrics, run: LearningSettings) -> bool | None:
     return metrics.get("rollout/truncated_share", 0.0) >= TRUNCATED_SHARE or None
 
 
-def describe_truncated(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
+def _describe_truncated(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     """Returns what is said of it: of replies that ended at first, not that they need more room."""
     length, bounds = metrics["rollout/response_length_mean"], length_bounds(run)
     cut = f"{metrics['rollout/truncated_share']:.0%} of the replies of {in_rollouts(rollouts)} were cut off"
@@ -38,8 +38,7 @@ def length_bounds(run: LearningSettings) -> str:
     return f"--rollout.max_new_tokens, which is {run.max_new_tokens} (in several turns also {several})"
 
 
-def follows_length(metrics: Metrics, run: LearningSettings) -> bool | None:
-    """Returns whether longer replies had more reward, and replies have grown."""
+def _follows_length(metrics: Metrics, run: LearningSettings) -> bool | None:
     related = metrics.get("rollout/reward_length_correlation", 0.0) >= LENGTH_CORRELATION
     return (run.judged_by_outcome and related and _has_grown(metrics)) or None
 
@@ -49,8 +48,7 @@ def _has_grown(metrics: Metrics) -> bool:
     return length is not None and first is not None and length >= max(LENGTH_GROWTH * first, first + LENGTH_GAIN)
 
 
-def describe_follows_length(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
-    """Returns what is said of it."""
+def _describe_follows_length(metrics: Metrics, run: LearningSettings, rollouts: int) -> tuple[str, str]:
     evidence = (
         f"Longer replies had more reward in {in_rollouts(rollouts)} (correlation "
         f"{metrics['rollout/reward_length_correlation']:.2f}), and replies grew from "
@@ -58,3 +56,9 @@ def describe_follows_length(metrics: Metrics, run: LearningSettings, rollouts: i
         "the model may learn to write much."
     )
     return evidence, "the reward, and --reward.overlong_buffer_len"
+
+
+LENGTH_RULES = {
+    "truncated": Rule(sign=truncated, describe=_describe_truncated),
+    "reward_follows_length": Rule(sign=_follows_length, describe=_describe_follows_length),
+}

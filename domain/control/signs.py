@@ -5,13 +5,7 @@ of it. Pure. Does not own: how long a sign has to last (`findings`).
 import math
 
 from rollgrad.domain.algorithms.equality import reaches
-from rollgrad.domain.control.length_signs import (
-    describe_follows_length,
-    describe_truncated,
-    follows_length,
-    length_bounds,
-    truncated,
-)
+from rollgrad.domain.control.length_signs import LENGTH_RULES, length_bounds, truncated
 from rollgrad.domain.control.machine_signs import MACHINE_RULES
 from rollgrad.domain.control.rule import LearningSettings, Metrics, Rule, in_rollouts, in_steps
 from rollgrad.domain.control.tool_signs import TOOL_RULES
@@ -338,7 +332,7 @@ def _describe_part_falls(metrics: Metrics, run: LearningSettings, rollouts: int)
 RULES = {
     "constant_reward": Rule(sign=_constant_reward, describe=_describe_constant_reward, no_update=True),
     "no_spread": Rule(sign=_no_spread, describe=_describe_no_spread, no_update=True),
-    "truncated": Rule(sign=truncated, describe=describe_truncated),
+    **LENGTH_RULES,
     "no_gradient": Rule(sign=_no_gradient, describe=_describe_no_gradient, no_update=True),
     "no_step": Rule(sign=_no_step, describe=_describe_no_step, no_update=True),
     "reference_kept": Rule(sign=_reference_kept, describe=_describe_reference_kept),
@@ -346,7 +340,6 @@ RULES = {
     "reference_left": Rule(sign=_reference_left, describe=_describe_reference_left),
     "kl_outweighs": Rule(sign=_kl_outweighs, describe=_describe_kl_outweighs),
     "entropy_collapsed": Rule(sign=_collapsed, describe=_describe_collapsed),
-    "reward_follows_length": Rule(sign=follows_length, describe=describe_follows_length),
     "mismatch_grows": Rule(sign=_mismatch, describe=_describe_mismatch),
     "stale": Rule(sign=_stale, describe=_describe_stale),
     "failing": Rule(sign=_failing, describe=_describe_failing),
