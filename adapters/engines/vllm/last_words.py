@@ -26,14 +26,14 @@ def last_words() -> str:
     stderr, and the file that has it. Where stderr is a terminal or a pipe, the error is there."""
     log = _log()
     if log is None:
-        return "what they have printed says why"
+        return "what vLLM has printed says why"
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - READ_BYTES))
         printed = file.read().decode(errors="replace")
     error = last_error(printed)
     if error is None:
-        return f"they printed no error, as if they were killed, perhaps because memory was full ({log})"
-    return f"the last error that they printed is {error!r} ({log})"
+        return f"vLLM printed no error, as if it was killed, perhaps because memory was full ({log})"
+    return f"the last error that vLLM printed is {error!r} ({log})"
 
 
 def last_error(printed: str) -> str | None:

@@ -49,9 +49,9 @@ def test_the_error_of_the_process_that_failed_first_is_told() -> None:
     [
         (
             OF_TWO,
-            "the last error that they printed is 'ValueError: Free memory on device cuda:1 is less than desired.'",
+            "the last error that vLLM printed is 'ValueError: Free memory on device cuda:1 is less than desired.'",
         ),
-        ("", "they printed no error, as if they were killed, perhaps because memory was full"),
+        ("", "vLLM printed no error, as if it was killed, perhaps because memory was full"),
     ],
 )
 def test_errors_are_read_where_stderr_is_a_file(tmp_path: Path, printed: str, told: str) -> None:
@@ -66,4 +66,4 @@ def test_where_stderr_is_no_file_whoever_reads_it_has_seen_the_error() -> None:
     read, write = os.pipe()
     with os.fdopen(read), os.fdopen(write), stderr_is(write):
         words = last_words()
-    assert words == "what they have printed says why"
+    assert words == "what vLLM has printed says why"
