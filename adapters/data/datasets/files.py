@@ -128,6 +128,19 @@ def formats() -> str:
     return f"{', '.join(FILE_FORMATS)} (of texts also with {', '.join(COMPRESSED)} behind it)"
 
 
+def check_other_file(name: str) -> None:
+    """Checks that a dataset is no file of a format that is not read.
+
+    Raises:
+        DataError: it is one.
+    """
+    if Path(name).is_file():
+        raise DataError(
+            f"The dataset {name} is a file whose name does not end in {formats()}: unpack it, or write its rows in one "
+            "of these formats."
+        )
+
+
 def stem(name: str) -> str:
     """Returns the name of a file or a pattern without its suffixes, and without what a pattern leaves open.
 

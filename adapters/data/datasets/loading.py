@@ -21,16 +21,22 @@ from rollgrad.adapters.data.datasets.files import (
     FILE_FORMATS,
     JSON_LINES,
     check_name,
+    check_other_file,
     data_files,
     file_format,
-    formats,
     is_pattern,
     note_files,
     split_configuration,
     stem,
 )
 from rollgrad.adapters.data.datasets.several import aligned, check_probs, distinct_names, mixed, shares, sliced
-from rollgrad.adapters.data.datasets.text_files import broken_line, check_json_rows, read_csv, whole_numbers
+from rollgrad.adapters.data.datasets.text_files import (
+    broken_line,
+    check_bare_rows,
+    check_json_rows,
+    read_csv,
+    whole_numbers,
+)
 from rollgrad.application.foreign import foreign_code
 from rollgrad.domain.errors import DataError
 from rollgrad.domain.splits import parse_split
@@ -132,7 +138,7 @@ def _read(name: str, split: str, split_flag: str) -> "datasets.Dataset":
             return read if features is None else read.cast(features)
         loaded = _read_folder(Path(folder), configuration)
     elif name.startswith((".", "/", "~")):
-        _refuse_other_file(name)
+        check_other_file(name)
         raise DataError(f"The dataset {name} does not exist: check the path.")
     else:
         loaded = _read_hub(name)
@@ -151,19 +157,6 @@ def _note_pandas(rows: Any, name: str) -> None:
             "pandas reads this CSV, to which NA and None are no values, and 007 is 7: download it, and name its files, "
             "to have them as they are",
             dataset=name,
-        )
-
-
-def _refuse_other_file(name: str) -> None:
-    """Refuses a file that is there, but of a format that is not read.
-
-    Raises:
-        DataError: it is one.
-    """
-    if Path(name).is_file():
-        raise DataError(
-            f"The dataset {name} is a file whose name does not end in {formats()}: unpack it, or write its rows in one "
-            "of these formats."
         )
 
 
@@ -211,7 +204,10 @@ def _read_file(path: Path) -> "datasets.Dataset":
         if kind == "csv":
             return whole_numbers(read_csv(path))
         with _quietly():
-            return whole_numbers(datasets.load_dataset(kind, data_files=str(path), split="train"))
+            rows = whole_numbers(datasets.load_dataset(kind, data_files=str(path), split="train"))
+        if suffix == ".json":
+            check_bare_rows(rows, path)
+        return rows
     except DataError:
         raise
     except Exception as error:  # of pyarrow, pandas, json, by the file's format
@@ -328,7 +324,7 @@ def _read_hub(name: str, *, streaming: bool = False) -> Any:
 
     place, configuration = split_configuration(name)
     hub_name, _, data_dir = place.partition("@")
-    _refuse_other_file(name)
+    check_other_file(name)
     try:
         with _short_hub_wait():
             return datasets.load_dataset(hub_name, configuration, data_dir=data_dir or None, streaming=streaming)

@@ -10,6 +10,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollgrad.adapters.data.datasets.columns import SPEAKERS
 from rollgrad.adapters.data.datasets.files import JSON_LINES, UNREADABLE, file_format, opened
 from rollgrad.adapters.system.plain_values import json_fault
 from rollgrad.domain.errors import DataError
@@ -152,6 +153,22 @@ def check_json_rows(path: Path) -> None:
                     "of a .jsonl is an object ({...}), and a .json begins with a list or an object of rows."
                 )
             begun = not lines
+
+
+def check_bare_rows(rows: "datasets.Dataset", path: Path) -> None:
+    """Refuses a file with one object around its rows, which would be read as a single row.
+
+    Raises:
+        DataError: it is one.
+    """
+    if len(rows) != 1 or len(rows.column_names) != 1:
+        return
+    ((name, value),) = rows[0].items()
+    if isinstance(value, list) and value and all(isinstance(v, dict) and not v.keys() & SPEAKERS for v in value):
+        raise DataError(
+            f"The dataset file {path} is one object, whose {name!r} is a list of {len(value)} objects: if these are "
+            "the rows, write the list alone, without the object around it."
+        )
 
 
 def broken_line(path: Path) -> str | None:

@@ -54,6 +54,12 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+def test_a_file_may_have_one_row(tmp_path: Path) -> None:
+    only = {"messages": [{"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "7"}]}
+    (tmp_path / "chat.json").write_text(json.dumps(only))
+    assert load(tmp_path / "chat.json")["messages"][:] == [only["messages"]]
+
+
 @pytest.mark.parametrize("kind", WRITERS)
 def test_each_file_format_is_read_with_the_stem_as_datasource(kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"sums.{kind}"
@@ -264,6 +270,11 @@ def no_list(tmp_path: Path) -> Path:
     return tmp_path / "list.json"
 
 
+def rows_within(tmp_path: Path) -> Path:
+    (tmp_path / "rows.json").write_text(json.dumps({"data": ROWS[:2]}))
+    return tmp_path / "rows.json"
+
+
 def parquet_without_rows(tmp_path: Path) -> Path:
     pyarrow.parquet.write_table(
         pyarrow.table({"input": pyarrow.array([], pyarrow.string())}), tmp_path / "none.parquet"
@@ -324,6 +335,7 @@ def beside_a_text(tmp_path: Path) -> Path:
         (empty_file, r"empty\.jsonl has no rows"),
         (header_only, r"header\.csv has no rows"),
         (no_list, r"list\.json has no rows"),
+        (rows_within, r"rows\.json is one object, whose 'data' is a list of 2 objects: if these are the rows, write"),
         (parquet_without_rows, r"none\.parquet has no rows"),
         (folder_of_that_name, r"rows\.json is no file"),
         (lambda tmp_path: tmp_path / ("x" * 300 + ".csv"), r"x\.csv cannot be read \(File name too long\)"),
