@@ -19,6 +19,7 @@ from rollgrad.adapters.rewards.weighted import WeightedRewards
 from rollgrad.application.episodes.judging import answer_request
 from rollgrad.application.episodes.tool_environment import ToolEnvironment
 from rollgrad.application.settings.derived import longest_sample, longest_sequence
+from rollgrad.application.settings.rules.inputs import prompt_mixture_problems
 from rollgrad.application.settings.run import RLConfig
 from rollgrad.application.settings.still_weights import still_sentences
 from rollgrad.application.settings.validation import range_problems, with_defaults
@@ -64,12 +65,19 @@ def rehearse(config: RLConfig, errors: Sequence[RollgradError]) -> None:
     """
     findings = Findings(errors)
     with contextlib.redirect_stdout(sys.stderr), findings.told(config):  # what libraries and reward functions print
-        usable = with_defaults(config, range_problems(config))
+        usable = usable_settings(config)
         trial = _TrainingTrial(usable, findings, file_problems(usable))
         try:
             trial.play()
         finally:
             shut_down(trial.container)
+
+
+def usable_settings(config: RLConfig) -> RLConfig:
+    """Returns the settings with which a rehearsal goes on: those out of range have their defaults, and datasets whose
+    probabilities are wrong follow one another."""
+    mixture = ["data.prompt_probs"] if any(prompt_mixture_problems(config)) else []
+    return with_defaults(config, [*range_problems(config), *mixture])
 
 
 class Trial:

@@ -21,7 +21,6 @@ from rollgrad.application.settings.sections.algo import AlgoConfig
 from rollgrad.application.settings.sections.critic import CriticConfig
 from rollgrad.application.settings.sections.logger import LoggerConfig
 from rollgrad.application.settings.sections.rollout import Engine
-from rollgrad.application.settings.validation import range_problems, with_defaults
 from rollgrad.domain.errors import ConfigurationError, RollgradError
 from rollgrad.entrypoints.composition.injection import providers
 from rollgrad.entrypoints.composition.lifetimes import shut_down
@@ -30,7 +29,7 @@ from rollgrad.entrypoints.dry_run import eval_file_problems, generation_file_pro
 from rollgrad.entrypoints.findings import Findings
 from rollgrad.entrypoints.generation import surveyed
 from rollgrad.entrypoints.named_paths import check_written
-from rollgrad.entrypoints.rehearsal import Trial
+from rollgrad.entrypoints.rehearsal import Trial, usable_settings
 from rollgrad.entrypoints.run_directory import check_output
 
 UNTRAINED = "What it trains on is sampled first: its updates, their memory and its examples are not checked here."
@@ -173,7 +172,7 @@ def _rehearse(
 ) -> None:
     """Prints what `play` says between the verdict and the settings of `run`; `config` are those that it samples by."""
     findings = Findings(errors)
-    usable = with_defaults(config, range_problems(config))
+    usable = usable_settings(config)
     # The model as it is, and no training.
     plain = evolve(usable.actor, lora=LoraConfig(), optim_path=None, lr_scheduler_path=None)
     usable = evolve(usable, actor=plain, critic=CriticConfig(), logger=LoggerConfig())

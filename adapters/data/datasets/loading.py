@@ -29,7 +29,7 @@ from rollgrad.adapters.data.datasets.files import (
     split_configuration,
     stem,
 )
-from rollgrad.adapters.data.datasets.several import aligned, check_probs, distinct_names, mixed, shares, sliced
+from rollgrad.adapters.data.datasets.several import aligned, distinct_names, mixed, shares, sliced
 from rollgrad.adapters.data.datasets.text_files import (
     broken_line,
     check_bare_rows,
@@ -81,7 +81,7 @@ def load_dataset(
     as of the others. `builder` finds the columns of prompts and labels, which may be called otherwise in each dataset.
 
     Raises:
-        DataError: a dataset is missing, malformed, empty or out of reach, or `probs` does not fit.
+        DataError: a dataset is missing, malformed, empty or out of reach.
     """
     import datasets
 
@@ -89,8 +89,6 @@ def load_dataset(
     names = [name.strip() for name in spec.split(",") if name.strip()]
     if not names:
         raise DataError("No dataset is set: --data.prompt_dataset needs a file, a saved folder or a hub name.")
-    if probs is not None:
-        check_probs(probs, names)
     for name in names:
         check_name(name)
     parts, chosen = [], parse_split(split)

@@ -16,26 +16,12 @@ from rollgrad.domain.splits import Split
 if TYPE_CHECKING:
     import datasets
 
-_PROBABILITY_SLACK = 1e-6
-"""Rounding allowance of the sum of the mixing probabilities."""
 _TEXTS = ("string", "large_string")
 _WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 _FLOATS = ("float16", "float32", "float64")
 
 FindColumns = Callable[[Mapping[str, Any], str], Columns]
 """Function from a row of a dataset, and its name, to the columns of prompts and labels."""
-
-
-def check_probs(probs: Sequence[float], names: Sequence[str], *, flag: str = "--data.prompt_probs") -> None:
-    """Checks that each dataset has a probability; `flag` sets them.
-
-    Raises:
-        DataError: they differ in number, one is not positive, or their sum is not 1.
-    """
-    if len(probs) != len(names):
-        raise DataError(f"{flag} has {len(probs)} values for {len(names)} datasets: give one for each dataset.")
-    if any(p <= 0 for p in probs) or not math.isclose(sum(probs), 1.0, abs_tol=_PROBABILITY_SLACK):
-        raise DataError(f"{flag} is {tuple(probs)}: each must be positive and together they must be 1.")
 
 
 def distinct_names(places: Sequence[str], names: Sequence[str]) -> list[str]:

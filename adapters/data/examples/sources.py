@@ -29,7 +29,7 @@ from rollgrad.adapters.data.datasets.files import (
     split_configuration,
 )
 from rollgrad.adapters.data.datasets.loading import load_dataset, origin
-from rollgrad.adapters.data.datasets.several import check_probs, interleaved, shares
+from rollgrad.adapters.data.datasets.several import interleaved, shares
 from rollgrad.adapters.data.examples.content import local_hash
 from rollgrad.adapters.data.examples.joined import LABELLED, JoinedPairs, is_labelled, joined
 from rollgrad.adapters.data.examples.kept_index import kept_index
@@ -293,8 +293,6 @@ def open_sources(
     names = [name.strip() for name in spec.split(",") if name.strip()]
     if not names:
         raise DataError("No dataset is set: --data.dataset needs a file, a saved folder or a hub name.")
-    if probs is not None:
-        check_probs(probs, names, flag="--data.probs")
     parts = tuple(_open(name, split, settings, cache_dir) for name in names)
     sizes = [len(part.rows) for part in parts]
     of, rows = interleaved(shares(sizes, max_samples) if evenly else sizes, probs, seed)

@@ -68,8 +68,7 @@ def example_problems(run: OfflineRun) -> Iterator[str]:
     names = dataset_names(data.dataset)
     if not names:
         yield "No examples are set: name a dataset with --data.dataset."
-    if data.probs is not None:
-        yield from mixture_problems("data.probs", data.probs, "data.dataset", names, allows_zero=False)
+    yield from mixture_problems("data.probs", data.probs, "data.dataset", names)
     if train.max_steps is not None and train.num_epochs != ExampleTrainConfig().num_epochs:
         yield (
             f"train.max_steps is {train.max_steps} and train.num_epochs is {train.num_epochs}, but a run has one "

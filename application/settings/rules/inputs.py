@@ -92,10 +92,7 @@ def data_problems(config: RLConfig) -> Iterator[str]:
     """Yields the problems of the datasets and their mixture."""
     data = config.data
     names = dataset_names(data.prompt_dataset)
-    if data.prompt_probs is not None:
-        yield from mixture_problems(
-            "data.prompt_probs", data.prompt_probs, "data.prompt_dataset", names, allows_zero=True
-        )
+    yield from prompt_mixture_problems(config)
     generated = any(_is_generated(name) for name in (*names, *dataset_names(config.eval.dataset or "")))
     if data.size != type(data)().size and not generated:
         yield (
@@ -114,19 +111,27 @@ def data_problems(config: RLConfig) -> Iterator[str]:
     yield from prompt_form_problems(config)
 
 
-def mixture_problems(
-    setting: str, probs: Sequence[float], datasets: str, names: Sequence[str], *, allows_zero: bool
-) -> Iterator[str]:
+def prompt_mixture_problems(config: RLConfig) -> Iterator[str]:
+    """Yields the problems of the mixing probabilities of prompts."""
+    names = dataset_names(config.data.prompt_dataset)
+    yield from mixture_problems("data.prompt_probs", config.data.prompt_probs, "data.prompt_dataset", names)
+
+
+def mixture_problems(setting: str, probs: Sequence[float] | None, datasets: str, names: Sequence[str]) -> Iterator[str]:
     """Yields the problems of the mixing probabilities `probs`, set by `setting`, of the datasets `names`, set by
-    `datasets`."""
+    `datasets`; none where there are no such probabilities."""
+    if probs is None:
+        return
     if len(probs) != len(names):
         yield (
             f"{setting} has {len(probs)} numbers for {len(names)} datasets: give one for each dataset of --{datasets}."
         )
-    total, least = sum(probs), min(probs, default=0)
-    if least < 0 or (least == 0 and not allows_zero) or abs(total - 1) > PROBABILITY_TOLERANCE:
-        rule = "at least 0" if allows_zero else "greater than 0"
-        yield f"{setting} is {probs} with sum {total:g}, but probabilities are {rule} and sum to 1: change --{setting}."
+    total = sum(probs)
+    if min(probs, default=0) <= 0 or abs(total - 1) > PROBABILITY_TOLERANCE:
+        yield (
+            f"{setting} is {probs} with sum {total:g}, but probabilities are greater than 0 and sum to 1: change "
+            f"--{setting}."
+        )
 
 
 def prompt_form_problems(config: RLConfig) -> Iterator[str]:

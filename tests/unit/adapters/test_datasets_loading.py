@@ -205,16 +205,6 @@ def test_probabilities_mix_until_every_row_was_read(tmp_path: Path) -> None:
     assert rows["input"][:] == load(spec, probs=(0.25, 0.75))["input"][:]
 
 
-@pytest.mark.parametrize(
-    ("probs", "message"),
-    [((1.0,), "1 values for 2"), ((0.5, 0.6), "together they must be 1"), ((0.0, 1.0), "must be positive")],
-)
-def test_probabilities_that_do_not_fit_are_refused(probs: tuple[float, ...], message: str, tmp_path: Path) -> None:
-    a, b = jsonl(tmp_path / "a.jsonl"), jsonl(tmp_path / "b.jsonl")
-    with pytest.raises(DataError, match=message):
-        load(f"{a},{b}", probs=probs)
-
-
 def latin(tmp_path: Path) -> Path:
     (tmp_path / "latin.csv").write_bytes("question\nf\u00fcnf?\n".encode("latin-1"))
     return tmp_path / "latin.csv"

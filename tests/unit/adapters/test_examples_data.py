@@ -911,8 +911,6 @@ def test_a_mixture_is_joined_or_drawn_by_probabilities(tmp_path: Path) -> None:
         assert {row for of, row in zip(drawn.of, drawn.rows, strict=True) if of == part} == set(range((30, 10)[part]))
     assert opened(f"{first},{second}", probs=(0.5, 0.5), seed=3).fingerprint == drawn.fingerprint
     assert opened(f"{first},{second}", probs=(0.5, 0.5), seed=4).fingerprint != drawn.fingerprint
-    with pytest.raises(DataError, match=r"--data\.probs has 1 values for 2 datasets"):
-        opened(f"{first},{second}", probs=(1.0,))
 
 
 def test_files_are_read_by_their_kind_and_missing_ones_are_named(tmp_path: Path, tiny_tokenizer: Any) -> None:

@@ -88,6 +88,14 @@ def test_lengths_are_checked(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "but the model has 512 positions" in capsys.readouterr().err
 
 
+def test_a_wrong_mixture_is_told_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--data.prompt_dataset", "rows.jsonl,rows.jsonl", "--data.prompt_probs", "0", "1", *SHORT]
+    assert main(["generate", *MODEL, *words, "--output", "out.jsonl"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("prompt_probs is (0.0, 1.0)") == 1
+    assert "data.prompt_dataset: 6 prompts" in captured.out  # which are read all the same
+
+
 def test_score_reads_the_replies(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replies = [{"row": row, "sample": s, "prompt": "a", "completion": "b"} for row in range(2) for s in range(3)]
     Path("replies.jsonl").write_text("".join(json.dumps(reply) + "\n" for reply in replies))
