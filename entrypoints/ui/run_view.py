@@ -98,8 +98,8 @@ class RunView:
         return self._row(self._keep("summary", _stamp(path), lambda: self._summary(_read(path))))
 
     def _summary(self, logged: LoggedMetrics) -> dict[str, Any]:
-        findings = self._watched(logged).findings()
-        return in_short(logged) | {"findings": [f.evidence for f in findings if _holds(f, logged)]}
+        found = self._findings(logged)
+        return in_short(logged) | {"findings": [finding["evidence"] for finding in found if finding["holds"]]}
 
     def _row(self, logged: Mapping[str, Any]) -> dict[str, Any]:
         facts, settings = self._facts(), self.settings()
@@ -164,7 +164,9 @@ class RunView:
     def findings(self) -> dict[str, Any]:
         """Returns what keeps the run from learning, with the metric and the rollouts that show it; `before`: how often
         the same was found before the first that is listed."""
-        logged = self._logged()
+        return {"findings": self._findings(self._logged())}
+
+    def _findings(self, logged: LoggedMetrics) -> list[dict[str, Any]]:
         found = self._watched(logged).findings()
         by_name: dict[str, list[Finding]] = {}
         for finding in found:
@@ -185,12 +187,12 @@ class RunView:
                     "since": finding.since,
                     "until": finding.until,
                     "before": unlisted.get(finding, 0),
-                    "holds": _holds(finding, logged),
+                    "holds": finding.until == logged.last_step,
                     "metric": metric,
                     "filter": None if condition is None else f"{condition} and kind = update and {steps}",
                 }
             )
-        return {"findings": listed}
+        return listed
 
     def trajectories(self, condition: str, sort: str, page: int, size: int) -> dict[str, Any]:
         """Returns a page of summary rows that a filter chooses.
@@ -371,11 +373,6 @@ class RunView:
             commands["chat"] = f"rollgrad chat --model {run}/model"
             commands["serve"] = f"rollgrad serve agent --model {run}/model"
         return commands
-
-
-def _holds(finding: Finding, logged: LoggedMetrics) -> bool:
-    """Returns whether the last step that was logged has the sign of a finding."""
-    return finding.until == logged.last_step
 
 
 def _stamp(path: Path) -> list[int]:
