@@ -162,8 +162,13 @@ def _division_problems(config: RLConfig) -> Iterator[str]:
                 f"actor.{name} is {coef} with ds.sequence_parallel_size {ds.sequence_parallel_size}, but losses of "
                 f"routers are over whole sequences: leave one of --actor.{name} and --ds.sequence_parallel_size out."
             )
-    if ds.tensor_parallel_size == 1:
-        return
+    if ds.tensor_parallel_size > 1:
+        yield from _tensor_parallel_problems(config)
+
+
+def _tensor_parallel_problems(config: RLConfig) -> Iterator[str]:
+    """What processes that share the layers of a model cannot compute."""
+    ds = config.ds
     if ds.sequence_parallel_size > 1:
         yield (
             f"ds.tensor_parallel_size is {ds.tensor_parallel_size} and ds.sequence_parallel_size "
