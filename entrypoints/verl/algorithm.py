@@ -134,26 +134,31 @@ def _kl(draft: RLDraft) -> None:
             draft.lose(f"algorithm.{name}", "there is no KL in the reward, in verl neither")
     if coef == 0:
         return
-    name = f"{ACTOR}.kl_loss_type" if in_loss else "algorithm.kl_penalty"
-    kind = str(draft.value(name))
-    ours = KL_KINDS.get(kind.removesuffix("+"))
-    if ours is None:
-        raise ConfigurationError(f"{name} is {kind}, but there are kl, abs, mse and low_var_kl: change it.")
-    if in_loss and kind.endswith("+"):
-        ours = "k2"
-        draft.change(name, "the estimator is k2, which has that gradient")
-    elif in_loss and ours == "k1":
-        ours = "k2"
-        draft.change(name, "the estimator becomes k2, for the gradient of k1 is zero on average")
     draft.set("algo.kl.init_coef", coef)
     draft.set("algo.kl.use_loss", in_loss)
-    draft.set("algo.kl.estimator", ours)
+    draft.set("algo.kl.estimator", _kl_estimator(draft, in_loss))
     if not in_loss and draft.one_of("algorithm.kl_ctrl.type", ("fixed", "adaptive")) == "adaptive":
         draft.set("algo.kl.target", draft.value("algorithm.kl_ctrl.target_kl"))
         draft.set("algo.kl.horizon", draft.value("algorithm.kl_ctrl.horizon"))
     else:
         for key in ("horizon", "target_kl"):
             draft.lose(f"algorithm.kl_ctrl.{key}", "KL's weight is fixed, in verl too")
+
+
+def _kl_estimator(draft: RLDraft, in_loss: bool) -> str:
+    """Returns the estimator of KL, which has verl's gradient where it is in the loss."""
+    name = f"{ACTOR}.kl_loss_type" if in_loss else "algorithm.kl_penalty"
+    kind = str(draft.value(name))
+    ours = KL_KINDS.get(kind.removesuffix("+"))
+    if ours is None:
+        raise ConfigurationError(f"{name} is {kind}, but there are kl, abs, mse and low_var_kl: change it.")
+    if in_loss and kind.endswith("+"):
+        draft.change(name, "the estimator is k2, which has that gradient")
+        return "k2"
+    if in_loss and ours == "k1":
+        draft.change(name, "the estimator becomes k2, for the gradient of k1 is zero on average")
+        return "k2"
+    return ours
 
 
 def _policy_loss(draft: RLDraft) -> None:
