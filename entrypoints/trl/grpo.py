@@ -163,40 +163,17 @@ def _set_correction(draft: Draft, **settings: Any) -> None:
 
 
 def _loss(draft: Draft) -> None:
-    kind, scale = draft.value("loss_type"), str(draft.value("scale_rewards")).lower()
-    if kind not in LOSSES:
-        raise ConfigurationError(f"--loss_type is {kind}, but there are {', '.join(LOSSES)}: change --loss_type.")
+    scale = str(draft.value("scale_rewards")).lower()
+    loss, aggregation = _loss_of(draft)
     if scale not in SCALES:
         raise ConfigurationError(
             f"--scale_rewards is {scale}, but there are group, batch and none: change --scale_rewards."
         )
-    level = draft.value("importance_sampling_level")
-    if level not in LEVELS:
-        raise ConfigurationError(
-            f"--importance_sampling_level is {level}, but there are {' and '.join(LEVELS)}: change "
-            "--importance_sampling_level."
-        )
-    loss, aggregation = LOSSES[kind]
-    if level == "sequence":
-        if loss != "ppo":
-            raise ConfigurationError(
-                f"--importance_sampling_level is sequence, which {loss} has not here: change --loss_type or "
-                "--importance_sampling_level."
-            )
-        loss = "gspo"
     draft.set("algo.advantage.estimator", SCALES[scale])
     draft.set("actor.policy_loss_type", loss)
     if aggregation is not None:
         draft.set("actor.loss_aggregation", aggregation)
-    low = draft.value("epsilon")
-    high = draft.value("epsilon_high", low)
-    if loss == "cispo":  # TRL bounds the ratio by epsilon_high itself, not by 1 more
-        draft.set("actor.eps_clip_low_high", [1.0, max(0.0, high - 1)])
-        if high < 1:
-            draft.changed.append(f"ratios are bounded by 1, in TRL with cispo by --epsilon_high, which is {high:g}")
-    elif loss in ("ppo", "gspo"):
-        draft.set("actor.eps_clip_low_high", [low, high])
-    _delta(draft, loss, high)
+    _bounds(draft, loss)
     for setting, (owner, flags) in PAIRS.items():
         if loss == owner:
             draft.set(setting, [draft.value(flag) for flag in flags])
@@ -210,6 +187,40 @@ def _loss(draft: Draft) -> None:
         draft.change(
             "loss_type", "vespo's ratios are against vLLM's log-probs as they are, in TRL bounded token by token"
         )
+
+
+def _loss_of(draft: Draft) -> tuple[str, str | None]:
+    """Returns the policy loss and its aggregation, None for the loss's own."""
+    kind, level = draft.value("loss_type"), draft.value("importance_sampling_level")
+    if kind not in LOSSES:
+        raise ConfigurationError(f"--loss_type is {kind}, but there are {', '.join(LOSSES)}: change --loss_type.")
+    if level not in LEVELS:
+        raise ConfigurationError(
+            f"--importance_sampling_level is {level}, but there are {' and '.join(LEVELS)}: change "
+            "--importance_sampling_level."
+        )
+    loss, aggregation = LOSSES[kind]
+    if level == "sequence":
+        if loss != "ppo":
+            raise ConfigurationError(
+                f"--importance_sampling_level is sequence, which {loss} has not here: change --loss_type or "
+                "--importance_sampling_level."
+            )
+        loss = "gspo"
+    return loss, aggregation
+
+
+def _bounds(draft: Draft, loss: str) -> None:
+    """Sets the bounds of the ratio."""
+    low = draft.value("epsilon")
+    high = draft.value("epsilon_high", low)
+    if loss == "cispo":  # TRL bounds the ratio by epsilon_high itself, not by 1 more
+        draft.set("actor.eps_clip_low_high", [1.0, max(0.0, high - 1)])
+        if high < 1:
+            draft.changed.append(f"ratios are bounded by 1, in TRL with cispo by --epsilon_high, which is {high:g}")
+    elif loss in ("ppo", "gspo"):
+        draft.set("actor.eps_clip_low_high", [low, high])
+    _delta(draft, loss, high)
 
 
 def _delta(draft: Draft, loss: str, high: float) -> None:
