@@ -14,7 +14,7 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Container, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
@@ -99,96 +99,117 @@ def _heeded() -> dict[int, Any]:
 @contextmanager
 def _heeding(loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], says: str) -> Iterator[list[int]]:
     """Calls `cancel` at the first signal inside the block, and yields a list that then has it."""
-    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
-        yield received
+        yield []
         return
     heeded = _heeded()
-    main, over, sending, breaks_off = threading.get_ident(), threading.Event(), threading.Lock(), threading.Event()
-    ctrl_c = 0
-
-    def hurry(number: int) -> None:
-        if number in STOPS and not over.is_set():
-            urgent.set()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal ctrl_c
-        with suppress(OSError):  # full: it has been told
-            told.send(bytes([number]))  # again, should someone have set another file descriptor
-        ctrl_c += number == signal.SIGINT
-        hurry(number)
-        if breaks_off.is_set():
-            breaks_off.clear()
-            if users_place(frames_in_loop(frame), innermost=True):
-                raise Interrupted
-        elif ctrl_c > 1:
-            raise KeyboardInterrupt
-
-    def break_off(number: int) -> None:
-        with sending:
-            if not over.is_set():  # else the handler is another one
-                breaks_off.set()
-                signal.pthread_kill(main, number)
-
-    def watch() -> None:
-        while not over.is_set():
-            heard = hears.recv(1)
-            if not heard:  # users' code has closed what is not its own
-                break
-            number = heard[0]
-            hurry(number)
-            if number in heeded and not received:
-                received.append(number)
-                with suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(cancel)
-                    log.info(f"{signal.Signals(number).name}: {says}")
-                    _watch(loop, main, number, over, break_off)
-        hears.close()
-
-    hears, told = socket.socketpair()
-    told.setblocking(False)
-    descriptor = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    listener = _Listener(loop, cancel, says, heeded)
+    descriptor = signal.set_wakeup_fd(listener.told.fileno(), warn_on_full_buffer=False)
     for number in heeded:
-        signal.signal(number, handle)
-    threading.Thread(target=watch, name="stop-signals", daemon=True).start()
+        signal.signal(number, listener.handle)
+    threading.Thread(target=listener.listen, name="stop-signals", daemon=True).start()
     urgent.clear()
     heeding.set()
     try:
-        yield received
+        yield listener.received
     finally:
         heeding.clear()
-        with sending:
-            over.set()
+        listener.send_no_more()
         urgent.clear()
         for number, handler in heeded.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(descriptor)
+        listener.close()
+
+
+class _Listener:
+    """Handles signals in the main thread, which made it, and listens to them in a thread of its own.
+
+    Args:
+        loop: the event loop of the main thread.
+        cancel: ends the work in it.
+        says: effect of a signal, for the log.
+        heeded: the signals that cancel.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, cancel: Callable[[], object], says: str, heeded: Container[int]
+    ) -> None:
+        self._loop, self._cancel, self._says, self._heeded = loop, cancel, says, heeded
+        self.received: list[int] = []
+        """The signal that cancelled, if one did."""
+        self._hears, self.told = socket.socketpair()
+        self.told.setblocking(False)
+        self._main = threading.get_ident()
+        self._over, self._breaks_off, self._sending = threading.Event(), threading.Event(), threading.Lock()
+        self._ctrl_c = 0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Implements a handler of `signal.signal`; it raises where a signal breaks off what the main thread does."""
+        with suppress(OSError):  # full: it has been told
+            self.told.send(bytes([number]))  # again, should someone have set another file descriptor
+        self._ctrl_c += number == signal.SIGINT
+        self._hurry(number)
+        if self._breaks_off.is_set():
+            self._breaks_off.clear()
+            if users_place(frames_in_loop(frame), innermost=True):
+                raise Interrupted
+        elif self._ctrl_c > 1:
+            raise KeyboardInterrupt
+
+    def listen(self) -> None:
+        """Cancels at the first signal, until `close`."""
+        while not self._over.is_set():
+            heard = self._hears.recv(1)
+            if not heard:  # users' code has closed what is not its own
+                break
+            number = heard[0]
+            self._hurry(number)
+            if number in self._heeded and not self.received:
+                self.received.append(number)
+                with suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._cancel)
+                    log.info(f"{signal.Signals(number).name}: {self._says}")
+                    self._watch(number)
+        self._hears.close()
+
+    def send_no_more(self) -> None:
+        """Ends the sending of signals, whose handler will be another one."""
+        with self._sending:
+            self._over.set()
+
+    def close(self) -> None:
+        """Ends the thread."""
         with suppress(OSError):
-            told.send(b"\0")
-        told.close()
+            self.told.send(b"\0")
+        self.told.close()
 
+    def _hurry(self, number: int) -> None:
+        if number in STOPS and not self._over.is_set():
+            urgent.set()
 
-def _watch(
-    loop: asyncio.AbstractEventLoop,
-    main: int,
-    number: int,
-    over: threading.Event,
-    break_off: Callable[[int], None],
-) -> None:
-    """Says what a signal that has come waits for; breaks off users' code that blocks the loop."""
-    name = signal.Signals(number).name
-    while not over.wait(ASK_SECONDS):
-        free = threading.Event()
-        loop.call_soon_threadsafe(free.set)
-        blocked, said = SAY_SECONDS, False
-        while not free.wait(blocked) and not over.is_set():
-            place = users_place(frames_of(main), innermost=True)
-            if place and said:
-                log.warning(f"{name}: breaking off the function that blocks the run", where=place)
-                break_off(number)
-            elif place:
-                log.warning(
-                    f"{name}: waiting {BLOCKED_SECONDS:g} s for a function that blocks the run, then breaking it off",
-                    where=place,
-                )
-            blocked, said = BLOCKED_SECONDS, bool(place)
+    def _watch(self, number: int) -> None:
+        """Says what a signal that has come waits for; breaks off users' code that blocks the loop."""
+        name = signal.Signals(number).name
+        while not self._over.wait(ASK_SECONDS):
+            free = threading.Event()
+            self._loop.call_soon_threadsafe(free.set)
+            blocked, said = SAY_SECONDS, False
+            while not free.wait(blocked) and not self._over.is_set():
+                place = users_place(frames_of(self._main), innermost=True)
+                if place and said:
+                    log.warning(f"{name}: breaking off the function that blocks the run", where=place)
+                    self._break_off(number)
+                elif place:
+                    log.warning(
+                        f"{name}: waiting {BLOCKED_SECONDS:g} s for a function that blocks the run, then breaking it "
+                        "off",
+                        where=place,
+                    )
+                blocked, said = BLOCKED_SECONDS, bool(place)
+
+    def _break_off(self, number: int) -> None:
+        with self._sending:
+            if not self._over.is_set():  # else the handler is another one
+                self._breaks_off.set()
+                signal.pthread_kill(self._main, number)
