@@ -49,14 +49,15 @@ class EpisodeThread:
                 raise
             raise TimeoutError(f"{self._name} did not finish {what} within {self._timeout:g} s.") from error
 
-    async def close(self, release: Callable[[], object] | None = None) -> None:
-        """Runs `release` and ends the thread; idempotent. Errors are only logged: the episode is over anyway."""
+    async def close(self, world: Callable[[], Any] | None = None) -> None:
+        """Closes what `world()` is after all calls, if that can be closed, and ends the thread; idempotent. Errors are
+        only logged: the episode is over anyway."""
         if self._jobs is None:
             return
         try:
-            if release is not None:
+            if world is not None:
                 async with asyncio.timeout(CLOSE_SECONDS):
-                    await self._submit(release)
+                    await self._submit(lambda: getattr(world(), "close", lambda: None)())
         except Exception as error:
             log.warning("environment_close_failed", environment=self._name, error=error_text(error))
         finally:

@@ -72,12 +72,7 @@ class GemEnvironment(Environment):
 
     async def close(self) -> None:
         """Closes the environment, if it can be closed, and its thread."""
-        await self._thread.close(self._release)
-
-    def _release(self) -> None:
-        world, self._world = self._world, None
-        if hasattr(world, "close"):
-            world.close()
+        await self._thread.close(lambda: self._world)
 
 
 def _as_text(observation: str, info: Mapping[str, Any]) -> str:

@@ -66,12 +66,7 @@ class SkyRLEnvironment(Environment):
 
     async def close(self) -> None:
         """Closes the environment and its thread."""
-        await self._thread.close(self._release)
-
-    def _release(self) -> None:
-        world, self._world = self._world, None
-        if world is not None:
-            world.close()
+        await self._thread.close(lambda: self._world)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
