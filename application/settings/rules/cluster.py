@@ -167,7 +167,7 @@ def _division_problems(config: RLConfig) -> Iterator[str]:
 
 
 def _tensor_parallel_problems(config: RLConfig) -> Iterator[str]:
-    """What processes that share the layers of a model cannot compute."""
+    """Limits of processes that share the layers of a model."""
     ds = config.ds
     if ds.sequence_parallel_size > 1:
         yield (
