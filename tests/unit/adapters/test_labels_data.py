@@ -10,7 +10,7 @@ from rollgrad.adapters.data.examples.prepared import PreparedLabels
 from rollgrad.adapters.data.examples.recognition import ReadingSettings, find_format
 from rollgrad.application.settings.sections.examples import ExampleFormat
 from rollgrad.domain.errors import DataError
-from tests.unit.adapters.test_examples_data import opened, prepared, write
+from tests.example_rows import opened, prepared, write
 from tests.unit.adapters.test_pairs_data import ASKED, EIGHT, SEVEN
 
 READING = ReadingSettings(format=ExampleFormat.UNPAIRED)

@@ -17,7 +17,7 @@ from rollgrad.application.settings.sections.examples import ExampleFormat, LongR
 from rollgrad.domain.batches.examples import pack_preferences
 from rollgrad.domain.episodes.examples import Preference
 from rollgrad.domain.errors import DataError
-from tests.unit.adapters.test_examples_data import opened, prepared, write
+from tests.example_rows import opened, prepared, write
 
 READING = ReadingSettings(format=ExampleFormat.PAIRS)
 ASKED = [{"role": "user", "content": "What is 3 plus 4?"}]
