@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 
 READ_AND_WRITE = 0o666
-"""What a file may allow that nobody executes."""
+"""Permissions of a file that nobody executes."""
 
 
 def share_weights(directory: Path) -> None:

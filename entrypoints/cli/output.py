@@ -27,7 +27,7 @@ ERROR, DIFFERENCE = "_stderr", "_difference"
 """Ends of names of metrics: of a standard error, and of what is compared with the first model."""
 
 OF_REPLIES = re.compile(r"(?<=/mean)@\d+$")
-"""What the name of the mean score has, and that of its standard error has not."""
+"""Part of the name of the mean score that the name of its standard error lacks."""
 
 CLEAR, CLEAR_ERRORS = " *", 2
 """Mark of a difference that is at least so many standard errors."""

@@ -57,7 +57,7 @@ RUNS: Mapping[str, tuple[str, type[OfflineRun | RLConfig]]] = {
 
 
 FLOORS = {"cosine_with_min_lr": ("min_lr_rate", "min_lr"), "warmup_stable_decay": ("min_lr_ratio",)}
-"""What the floor of a schedule is called in `lr_scheduler_kwargs`: a share of the rate, but `min_lr` a rate."""
+"""Names of the floor of a schedule in `lr_scheduler_kwargs`: a share of the rate, but `min_lr` a rate."""
 
 COUNTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes"),
