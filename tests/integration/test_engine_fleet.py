@@ -44,6 +44,9 @@ TOLERANCE = 1e-4
 SECONDS = 500
 """After which a test has hung: on a busy machine an engine takes more than a minute to start."""
 
+MANY = 16
+"""Requests of which each engine has several when one is killed."""
+
 
 def ask(seed: int = 0, prompt: tuple[int, ...] = PROMPT, **params: Any) -> GenerationRequest:
     return GenerationRequest(
@@ -206,7 +209,7 @@ def test_tokens_are_heard_and_errors_cross_the_process(world: World) -> None:
     assert world.fleet.health.serving == [0, 1]
 
 
-@pytest.mark.parametrize("one", [True, False], ids=["engine", "fleet"])
+@pytest.mark.parametrize("one", [pytest.param(True, marks=pytest.mark.wide), False], ids=["engine", "fleet"])
 @pytest.mark.parametrize(
     "promise",
     [
@@ -263,7 +266,7 @@ def test_streams_go_on_elsewhere_and_repeat_no_token_when_their_engine_is_killed
         return await asyncio.gather(*tasks)
 
     for _ in range(3):  # a busy machine may kill the engine only after its replies have ended
-        ears, replayed = [test_rollout_engine.Ear() for _ in range(40)], world.fleet.replayed
+        ears, replayed = [test_rollout_engine.Ear() for _ in range(MANY)], world.fleet.replayed
         replies = world.run(scenario(ears))
         if moved := world.fleet.replayed > replayed:
             break
@@ -332,7 +335,7 @@ def test_frozen_requests_go_on_under_the_new_weights_on_both(world: World, wide_
 def test_all_answers_arrive_when_an_engine_is_killed_and_are_those_of_an_undisturbed_run(
     world: World, doomed_of: Callable[[RayVLLMEngine], list[psutil.Process]]
 ) -> None:
-    requests = [ask(s, prompt=(*PROMPT, s), max_new_tokens=LONG) for s in range(40)]
+    requests = [ask(s, prompt=(*PROMPT, s), max_new_tokens=LONG) for s in range(MANY)]
 
     async def asked() -> list[asyncio.Task[Generation]]:
         return await world.asked(requests, world.members[0])
@@ -421,6 +424,7 @@ def test_engines_that_are_killed_in_a_push_take_the_weights_when_they_are_replac
 
 
 @pytest.mark.chaos
+@pytest.mark.wide
 def test_engines_that_are_killed_asleep_and_on_waking_say_nothing_before_they_have_the_weights(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -567,6 +571,7 @@ def test_the_process_of_an_engine_that_stands_still_ends(world: World, monkeypat
 
 
 @pytest.mark.chaos
+@pytest.mark.wide
 def test_an_engine_that_dies_while_it_starts_is_replaced_and_the_others_play(
     world: World, wide_headed_model_dir: Path
 ) -> None:
