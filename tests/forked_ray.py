@@ -3,7 +3,6 @@
 Run as a script it stands for Ray's `setup_worker.py`, which a raylet starts for each worker; in the fork it runs again.
 """
 
-import functools
 import json
 import os
 import sys
@@ -16,13 +15,18 @@ FORKED = "--forked"
 
 def fork_workers(socket: str) -> None:
     """Makes workers of clusters that this process starts from now on forks, and leaves out Ray's processes that copy
-    logs and scale clusters."""
+    logs, scale clusters and show them in a browser."""
     from ray._private.parameter import RayParams
 
     os.environ[SOCKET] = socket
-    RayParams.__init__ = functools.partialmethod(
-        RayParams.__init__, setup_worker_path=os.path.abspath(__file__), include_log_monitor=False, no_monitor=True
-    )
+    begin = RayParams.__init__
+    mine = {
+        "setup_worker_path": os.path.abspath(__file__),
+        "include_log_monitor": False,
+        "no_monitor": True,
+        "include_dashboard": False,
+    }
+    RayParams.__init__ = lambda self, *arguments, **settings: begin(self, *arguments, **(settings | mine))
 
 
 def main(words: list[str]) -> None:
