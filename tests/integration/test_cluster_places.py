@@ -1,4 +1,4 @@
-"""The places of models and engines on two machines of four GPUs; here the GPUs are pretended, and the machines share
+"""The places of models and engines on two machines of two GPUs; here the GPUs are pretended, and the machines share
 one."""
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.fakes.seen_gpus import SeeingHost, SeeingWorker, Seen
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-GPUS = 4
+GPUS = 2
 """GPUs of each machine."""
 Spread = Callable[[Sequence[str]], None]
 
@@ -108,7 +108,7 @@ def test_neighbours_are_on_one_machine_and_an_engine_has_the_gpus_of_some(
     workers = seen_by_workers(placement, 2 * GPUS)
     assert [machine for machine, _ in workers] == [here] * GPUS + [other] * GPUS
     for machine in machines:
-        assert {gpu for at, gpu in workers if at == machine} == {"0", "1", "2", "3"}
+        assert {gpu for at, gpu in workers if at == machine} == {"0", "1"}
 
     slots = [placement.joint_slot(2 * number, 2) for number in range(GPUS)]
 
@@ -134,18 +134,18 @@ def test_neighbours_are_on_one_machine_and_an_engine_has_the_gpus_of_some(
 
 
 def test_an_engine_alone_has_the_gpus_that_ray_gives_it(machines: list[str], placed: Callable[..., Placement]) -> None:
-    placement = placed(2, gpus=4, shared=False)
-    assert seen_by_workers(placement, 2) == [(machine, "0,1,2,3") for machine in machines]
+    placement = placed(2, gpus=GPUS, shared=False)
+    assert seen_by_workers(placement, 2) == [(machine, "0,1") for machine in machines]
 
 
 def test_an_engine_is_on_one_machine(machines: list[str], spread: Spread, placed: Callable[..., Placement]) -> None:
     here, other = machines
-    spread([here, other, here, other, here, other])
-    placement = placed(6)
-    assert [placement.spread(first, 3) for first in (0, 3)] == [1, 1]
-    assert placement.joint_slot(0, 3).devices == tuple(gpu for _, gpu in seen_by_workers(placement, 3))
+    spread([here, other, here, other])
+    placement = placed(4)
+    assert [placement.spread(first, 2) for first in (0, 2)] == [1, 1]
+    assert placement.joint_slot(0, 2).devices == tuple(gpu for _, gpu in seen_by_workers(placement, 2))
     with pytest.raises(ConfigurationError, match="2 neighbours, whose GPUs one engine shares, are on 2 machines"):
-        placement.joint_slot(2, 2)
+        placement.joint_slot(1, 2)
 
 
 def test_room_on_this_machine_is_waited_for(machines: list[str], placed: Callable[..., Placement]) -> None:
