@@ -253,8 +253,10 @@ CENTRED = {"algo.score_centering_top_k": "19", "algo.correction.level": "off", "
         pytest.param({}, id="sync", marks=pytest.mark.wide),
         pytest.param(ASYNC, id="none", marks=pytest.mark.wide),
         pytest.param({**ASYNC, "train.partial_rollout": "keep"}, id="keep"),
-        pytest.param({**ASYNC, **CENTRED, "train.partial_rollout": "recompute"}, id="recompute"),
-        pytest.param({"rollout.server_sync": "disk", "rollout.server_sync_delta": "True"}, id="files"),
+        pytest.param(
+            {**ASYNC, **CENTRED, "train.partial_rollout": "recompute"}, id="recompute", marks=pytest.mark.wide
+        ),
+        pytest.param({**CENTRED, "rollout.server_sync": "disk", "rollout.server_sync_delta": "True"}, id="files"),
     ],
 )
 def test_a_run_trains_on_what_the_server_samples(
