@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,6 +33,7 @@ from rollgrad.adapters.data.examples.recognition import ReadingSettings
 from rollgrad.adapters.data.examples.report import DataReport
 from rollgrad.adapters.data.examples.rows import overlong_row
 from rollgrad.adapters.data.examples.sources import Mixture
+from rollgrad.adapters.data.passing import passing
 from rollgrad.application.settings.sections.examples import ExampleFormat, LongRows
 from rollgrad.domain.episodes.images import PlacedImages
 from rollgrad.domain.errors import DataError
@@ -186,7 +186,8 @@ def _prepare_all(
     report = DataReport(max_tokens=settings.max_tokens, unread=unread)
     columns: dict[str, list[Any]] = {name: [] for name in ARRAYS}
     row_lengths: list[int] = []
-    for index, result in enumerate(_with_bar(results, len(mixture), setting)):
+    doing = f"preparing {len(mixture):,} rows of {setting}"
+    for index, result in enumerate(passing(results, doing, len(mixture), bar_from=LARGE)):
         report.rows += 1
         report.over_limit += result.overlong
         if isinstance(result, Refusal):
@@ -302,17 +303,6 @@ def _begin_worker(tokenizer: Any, settings: PreparationSettings) -> None:
 def _work(tasks: Sequence[Task]) -> list[PreparedRow | Refusal]:
     assert _worker is not None
     return _prepared(_worker, tasks)
-
-
-def _with_bar(results: Iterable[PreparedRow | Refusal], total: int, setting: str) -> Iterator[PreparedRow | Refusal]:
-    if total < LARGE or not sys.stderr.isatty():
-        yield from results
-        return
-    from rich.console import Console
-    from rich.progress import track
-
-    title = f"Preparing {total:,} rows of {setting}"
-    yield from track(results, title, total=total, console=Console(stderr=True), transient=True)
 
 
 def _save(arrays: Mapping[str, Any], report: DataReport, place: Path) -> None:

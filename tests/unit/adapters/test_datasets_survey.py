@@ -54,14 +54,16 @@ def test_prompts_that_are_too_long_are_dropped_counted_and_said_once(make: Make,
     assert sorted(prompt.text for prompt in source.take(4)) == ["z" * 3] * 2 + ["z" * 4] * 2
 
 
-def test_a_log_says_that_many_prompts_are_measured_before_it_takes_long(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollgrad.adapters.data.datasets.survey.LONG", 3)
-    for texts, expected in ((["z", "z"], 0), (["z", "z", "z"], 1)):
-        with capture_logs() as said:
-            make(texts)
-        assert sum("measuring" in line["event"] for line in said) == expected
+def test_a_log_says_how_far_a_long_survey_is(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollgrad.adapters.data.datasets.survey.BATCH", 2)
+    monkeypatch.setattr("rollgrad.adapters.data.passing.SECONDS_BETWEEN", 0)
+    with capture_logs() as said:
+        make(["z"] * 5)
+    assert [(line["done"], line["of"]) for line in said if line["event"].startswith("measuring 5 ")] == [
+        (0, 5),
+        (2, 5),
+        (4, 5),
+    ]
 
 
 def test_an_epoch_holds_each_prompt_that_fits_once(make: Make) -> None:
