@@ -85,3 +85,8 @@ def __getattr__(name: str) -> Any:
         import_module("rollgrad.entrypoints.cli.logs").log_by_default()
         return found
     raise AttributeError(f"module 'rollgrad' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Names those that are not loaded yet, too, for completion in notebooks."""
+    return sorted({*globals(), *_PUBLIC})

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+import rollgrad
 from rollgrad.adapters.engines.vllm.arguments import OWN as VLLM_OWN
 from rollgrad.adapters.engines.vllm.arguments import _engine_arguments, argument_problems
 from rollgrad.adapters.models.deepspeed.extra import OWN as DS_OWN
@@ -235,3 +236,7 @@ def test_on_a_cpu_vllm_is_not_asked_for_experts(tiny_model_dir: Path) -> None:
         vllm_settings(config, tokenizer, gpus=False, plays=False)
     other, _ = read(*model)
     assert not vllm_settings(other, tokenizer, gpus=False, plays=False)["records_experts"]
+
+
+def test_a_notebook_completes_the_public_names() -> None:
+    assert set(rollgrad.__all__) <= set(dir(rollgrad))
