@@ -78,7 +78,8 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
         ours = OTHER_COMMANDS.get(given.replace("-", "_"), f"write rollgrad trl with one of {', '.join(COMMANDS)}.")
         raise ConfigurationError(f"{given} is no command of TRL that is translated: {ours}")
     name, program = words[0], COMMANDS[words[0]]
-    draft = Draft(program=program, options=options(program, _with_file(parse(words[1:]), program)))
+    given, lost = _with_file(parse(words[1:]), program)
+    draft = Draft(program=program, options=options(program, given), lost=lost)
     _check(draft)
     if script is not None:
         draft.lost.append(f"{script}: its flags alone are read, not what else the script does with data and rewards")
@@ -112,8 +113,9 @@ def _check(draft: Draft) -> None:
         raise ConfigurationError(f"{draft.options['num_train_epochs']}: it must be above 0: change --num_train_epochs.")
 
 
-def _with_file(flags: Sequence[Given], program: Program) -> list[Given]:
-    """Returns the flags of a file of settings, and then those of the command line, which win.
+def _with_file(flags: Sequence[Given], program: Program) -> tuple[list[Given], list[str]]:
+    """Returns the flags of a file of settings, and then those of the command line, which win; and notes on what else
+    the file has.
 
     Raises:
         ConfigurationError: there is no such file, or it has no `name: value` lines, or no value where one is needed.
@@ -121,7 +123,7 @@ def _with_file(flags: Sequence[Given], program: Program) -> list[Given]:
     paths = [given.values for given in flags if given.flag == "--config"]
     others = [given for given in flags if given.flag != "--config"]
     if not paths:
-        return others
+        return others, []
     try:
         (path,) = paths[-1]
         settings = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -130,6 +132,13 @@ def _with_file(flags: Sequence[Given], program: Program) -> list[Given]:
         raise ConfigurationError(f"--config is {shown!r}, which cannot be read as YAML: change --config.") from error
     if not isinstance(settings, dict):
         raise ConfigurationError(f"--config is {path!r}, which has no `name: value` lines: change --config.")
+    variables = settings.pop("env", None) or {}
+    if not isinstance(variables, dict):
+        raise ConfigurationError(f"env in {path} is no mapping of environment variables: change --config.")
+    # Their names alone, for values may be secrets.
+    lost = (
+        [f"env in {path}: set before the command what it names: {', '.join(map(str, variables))}"] if variables else []
+    )
     read = []
     for key, value in settings.items():
         values = value if isinstance(value, list) else [value]
@@ -143,11 +152,14 @@ def _with_file(flags: Sequence[Given], program: Program) -> list[Given]:
                 Given(
                     f"--{key}",
                     tuple(
-                        yaml.safe_dump(part).strip(" .\n") if isinstance(part, dict) else str(part) for part in values
+                        yaml.safe_dump(part, default_flow_style=True, width=math.inf).strip()
+                        if isinstance(part, dict)
+                        else str(part)
+                        for part in values
                     ),
                 )
             )
-    return [*read, *others]
+    return [*read, *others], lost
 
 
 def _model(draft: Draft) -> None:

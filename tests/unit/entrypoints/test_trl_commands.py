@@ -694,6 +694,20 @@ def test_a_file_of_settings_is_read_and_flags_win(tmp_path: Path) -> None:
             translated("dpo", "--config", str(path))
 
 
+def test_environment_variables_of_a_file_are_named_without_their_values(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text("env:\n  HF_TOKEN: secret\n  WANDB_PROJECT: mine\nlearning_rate: 1e-4\n")
+    result = translated("sft", "--config", str(file))
+    assert result.run.actor.adam.lr == 1e-4
+    assert f"not honoured: env in {file}: set before the command what it names: HF_TOKEN, WANDB_PROJECT" in result.notes
+    assert not any("secret" in note for note in result.notes)
+    file.write_text("lr_scheduler_kwargs:\n  num_cycles: 0.5\n  last_epoch: -1\n")
+    assert not any("\n" in note for note in translated("sft", "--config", str(file)).notes)
+    file.write_text("env: HF_TOKEN\n")
+    with pytest.raises(ConfigurationError, match=r"env in .* is no mapping"):
+        translated("sft", "--config", str(file))
+
+
 def test_printed_settings_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trl", "reward", *LEAST, "--report_to", "comet_ml"]) == 0
     output = capsys.readouterr()
