@@ -78,8 +78,8 @@ def translate_command(argv: Sequence[str]) -> TranslatedRun:
         ours = OTHER_COMMANDS.get(given.replace("-", "_"), f"write rollgrad trl with one of {', '.join(COMMANDS)}.")
         raise ConfigurationError(f"{given} is no command of TRL that is translated: {ours}")
     name, program = words[0], COMMANDS[words[0]]
-    given, lost = _with_file(parse(words[1:]), program)
-    draft = Draft(program=program, options=options(program, given), lost=lost)
+    flags, lost = _with_file(parse(words[1:]), program)
+    draft = Draft(program=program, options=options(program, flags), lost=lost)
     _check(draft)
     if script is not None:
         draft.lost.append(f"{script}: its flags alone are read, not what else the script does with data and rewards")
