@@ -361,6 +361,19 @@ def test_a_name_of_several_directories_is_none_of_the_hub() -> None:
         check_model("actor.model", "runs/sft/model")
 
 
+def test_adapters_are_no_model(tmp_path: Path) -> None:
+    """Those that rollgrad saves are below the model that has them merged."""
+    alone, beside = tmp_path / "alone", tmp_path / "model" / "adapter"
+    for place in (alone, beside):
+        place.mkdir(parents=True)
+        (place / "adapter_config.json").write_text("{}")
+    (beside.parent / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"adapters to a model and .* rollgrad merge-lora --adapter {alone}, and"):
+        check_model("actor.model", str(alone))
+    with pytest.raises(CheckpointError, match=rf"adapters to a model .* did you mean --actor\.model {beside.parent}\?"):
+        check_model("actor.model", str(beside))
+
+
 def test_samples_that_cannot_be_written_wait_and_end_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     played = group(Prompt(token_ids=(1,), text="a"))
     write = SampleWriter(tmp_path / "missing" / "samples.jsonl", lambda tokens: "", 1)
