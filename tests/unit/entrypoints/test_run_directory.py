@@ -368,7 +368,7 @@ def test_adapters_are_no_model(tmp_path: Path) -> None:
         place.mkdir(parents=True)
         (place / "adapter_config.json").write_text("{}")
     (beside.parent / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=rf"adapters to a model and .* rollgrad merge-lora --adapter {alone}, and"):
+    with pytest.raises(CheckpointError, match=rf"and not the model: .* rollgrad merge-lora --adapter {alone}, and"):
         check_model("actor.model", str(alone))
     with pytest.raises(CheckpointError, match=rf"adapters to a model .* did you mean --actor\.model {beside.parent}\?"):
         check_model("actor.model", str(beside))
