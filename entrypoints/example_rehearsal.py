@@ -19,7 +19,7 @@ from rollgrad.application.settings.rm import RMRun
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.application.settings.still_weights import still_sentences
 from rollgrad.domain.errors import ConfigurationError, RollgradError
-from rollgrad.entrypoints.composition.adapters import check_writer
+from rollgrad.entrypoints.composition.adapters import check_writer, without_weights
 from rollgrad.entrypoints.composition.offline.kd import check_teacher, datasources_of
 from rollgrad.entrypoints.composition.offline.kd_spans import check_spans
 from rollgrad.entrypoints.composition.offline.kto import check_labels, make_labels
@@ -79,7 +79,7 @@ def _try(run: OfflineRun, findings: Findings) -> None:
     if len(examples):
         _plan(run, findings, longest=run.data.max_tokens if run.data.stream else examples.report.lengths["p100"])
         findings.say(findings.attempt(partial(counts, run, examples)) or "")
-    for sentence in still_sentences(run):
+    for sentence in (*without_weights(run), *still_sentences(run)):
         findings.say(sentence)
     show_examples(run, preparation, examples, 1, findings.console)
     findings.attempt(partial(examples.report.check, run.data.max_dropped, "data.dataset"))

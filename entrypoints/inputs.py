@@ -14,7 +14,7 @@ from rollgrad.adapters.rewards.weighted import WeightedRewards
 from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import RollgradError, raise_together
-from rollgrad.entrypoints.composition.adapters import check_adapters, check_writer
+from rollgrad.entrypoints.composition.adapters import check_adapters, check_weights, check_writer
 from rollgrad.entrypoints.composition.engines import engine_kind
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rl.container import RLContainer
@@ -55,6 +55,7 @@ def check_inputs(container: RLContainer, prompts: Sequence[str] = TRAINING, *, t
         attempt(check_adapters, trains)
         if not container.policy.overridden:
             attempt(check_writer, trains)
+            attempt(check_weights, trains)
         if not (container.reference.overridden or container.critic.overridden):
             attempt(container.suits)
     sampler = None if container.engine.overridden else engine_kind(container.config())

@@ -17,7 +17,7 @@ from rollgrad.application.settings.rm import RMRun, rm_errors
 from rollgrad.application.settings.rules.examples import sft_errors
 from rollgrad.application.settings.sft import SFTRun
 from rollgrad.domain.errors import CheckpointError, RollgradError, raise_together
-from rollgrad.entrypoints.composition.adapters import check_adapters, check_writer
+from rollgrad.entrypoints.composition.adapters import check_adapters, check_weights, check_writer
 from rollgrad.entrypoints.composition.base import BaseContainer
 from rollgrad.entrypoints.composition.lifetimes import give, gives_memory_back
 from rollgrad.entrypoints.composition.offline.dpo import dpo_container
@@ -171,6 +171,7 @@ def _check_models(config: OfflineRun) -> None:
     """Checks what of the models can be known before the data are read."""
     check_packages(config)
     check_writer(config)
+    check_weights(config)
     check_adapters(config)
 
 

@@ -27,7 +27,7 @@ from rollgrad.domain.episodes.prompts import Prompt
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, RollgradError
 from rollgrad.domain.ports.chat_codec import RenderedPrompt
 from rollgrad.domain.ports.environment import tool_schema
-from rollgrad.entrypoints.composition.adapters import check_writer
+from rollgrad.entrypoints.composition.adapters import check_writer, without_weights
 from rollgrad.entrypoints.composition.lifetimes import shut_down
 from rollgrad.entrypoints.composition.packages import check_packages
 from rollgrad.entrypoints.composition.rl.container import rl_container
@@ -189,7 +189,7 @@ class _TrainingTrial(Trial):
         held_out = self._attempt(container.eval_prompts, "actor.model_name_or_path", "eval.dataset")
         note_repeated_prompts(config, container.environment(), prompts, held_out)
         self._plan(prompts.survey if isinstance(prompts, Surveyed) else None, held_out or ())
-        for sentence in self._attempt(lambda: still_sentences(config)) or ():
+        for sentence in (*without_weights(config), *(self._attempt(lambda: still_sentences(config)) or ())):
             self._say(sentence)
         if prompts is not None:
             self._say(counts(config, len(prompts)))

@@ -33,6 +33,11 @@ def weights_problem(directory: Path) -> str | None:
     return next((problem for file in files if (problem := _file_problem(file))), None)
 
 
+def has_weights(directory: Path) -> bool:
+    """Returns whether a directory has files of weights of a kind that transformers loads."""
+    return any(path.suffix in (".safetensors", ".bin") for path in directory.iterdir())
+
+
 def tensor_shapes(directory: Path) -> Mapping[str, tuple[int, ...]]:
     """Returns the shapes of a model's weights by their names, as the headers of its safetensors files give them; none
     of a model in another format, or where `weights_problem` finds one."""

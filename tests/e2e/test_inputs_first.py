@@ -237,6 +237,20 @@ def test_a_model_that_the_run_would_replace_is_refused(refused: Refused, tiny_mo
     assert Path("out/best/config.json").is_file()
 
 
+@pytest.mark.parametrize("words", [[*TRAIN, *VERIFIED, "--cluster.enable", "--rollout.engine", "vllm"], SFT])
+def test_a_model_without_weights_is_refused(
+    refused: Refused, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    """A dry run plans with its settings and its tokenizer alone, and says so."""
+    shutil.copytree(tiny_model_dir, "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    rows = ["--data.input_key", "question", "--data.output_key", "answer"] if words is SFT else []
+    bare = ["--actor.model_name_or_path", "bare", "--ckpt.output_dir", "out", *rows]
+    assert main([*words, *bare]) == 2
+    assert "actor.model_name_or_path is 'bare', which holds no weights" in capsys.readouterr().err
+    assert main([*words, *bare, "--dry_run"]) == 0
+    assert "actor.model_name_or_path is 'bare', which holds no weights" in " ".join(capsys.readouterr().out.split())
+
+
 def test_weights_that_need_gpus_are_refused_without(refused: Refused) -> None:
     (error,) = refused([*TRAIN, *VERIFIED, "--rollout.engine", "vllm", "--vllm.sync_backend", "cuda_ipc"])
     assert error.startswith("vllm.sync_backend is cuda_ipc, which needs GPUs, but")
