@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 BACKOFF = 0.2
 """Seconds before the second attempt, and their random part; each further one doubles them."""
+REFUSED = (401, 403)
+"""Statuses of an answer to those who have not the right token."""
 QUOTED = 200
 """Largest number of characters of an answer in an error."""
 
@@ -193,6 +195,12 @@ class JudgeServers:
             raise RewardError(
                 f"The {self._name} {server.url} sends its callers to {response.headers['location'][:QUOTED]!r} "
                 f"({response.status_code}): if that is right, set --{self._flag} to the whole address."
+            )
+        if response.status_code in REFUSED:
+            raise RewardError(
+                f"The {self._name} {server.url} refuses its callers ({response.status_code}, "
+                f"{response.text[:QUOTED]!r}): set the environment variable {self._token_variable} to the token that "
+                "it asks for."
             )
         if response.status_code != 200:
             raise RewardError(

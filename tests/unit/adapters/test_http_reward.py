@@ -222,6 +222,7 @@ async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     ("status", "reply", "message"),
     [
         (404, "no such page", "answered 404 ('no such page')"),
+        (401, "who?", "refuses its callers (401, 'who?'): set the environment variable ROLLGRAD_REWARD_TOKEN"),
         (200, "hello", "which is no JSON"),
         pytest.param(200, " " * (ANSWER_BYTES + 1), "has more than 16,777,216 bytes", id="endless"),
         (200, {"scores": [1.0]}, "needs the key 'rewards'"),
