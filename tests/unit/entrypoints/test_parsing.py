@@ -18,14 +18,7 @@ from rollgrad.application.settings.sections.rollout import Engine
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.entrypoints.cli.evaluation import EvalArguments
 from rollgrad.entrypoints.cli.main import main
-from rollgrad.entrypoints.cli.parsing import (
-    OptionalValue,
-    TrainArguments,
-    flag_kinds,
-    parse,
-    parse_run,
-    spell_out,
-)
+from rollgrad.entrypoints.cli.parsing import OptionalValue, TrainArguments, flag_kinds, parse, parse_run, spell_out
 from rollgrad.entrypoints.config_io import load_config, structure_config
 from tests.flags import EVERY, KINDS, example, negative
 
