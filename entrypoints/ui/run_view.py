@@ -95,7 +95,7 @@ class RunView:
     def row(self) -> dict[str, Any]:
         """Returns the run as the list of runs has it, which keeps no series in memory: there may be many runs."""
         path = self.directory / METRICS_FILE
-        return self._row(self._keep("summary", _stamp(path), lambda: self._summary(_read(path))))
+        return self._row(self._keep("summary", _stamp(path), lambda: self._summary(_read(partial(read_logged, path)))))
 
     def _summary(self, logged: LoggedMetrics) -> dict[str, Any]:
         found = self._findings(logged)
@@ -337,7 +337,7 @@ class RunView:
 
     def _logged(self) -> LoggedMetrics:
         path = self.directory / METRICS_FILE
-        return self._keep(METRICS_FILE, _stamp(path), lambda: _read(self._metrics))
+        return self._keep(METRICS_FILE, _stamp(path), partial(_read, self._metrics.read))
 
     def _watched(self, logged: LoggedMetrics) -> LearningWatch:
         """Returns the watch after all that was logged: of a run that goes on only the newest steps are looked at."""
@@ -392,9 +392,9 @@ def _seconds(facts: Mapping[str, Any]) -> float | None:
         return None
 
 
-def _read(metrics: MetricsReader | Path) -> LoggedMetrics:
+def _read(read: Callable[[], LoggedMetrics]) -> LoggedMetrics:
     """Returns what a run has logged; nothing of one without such a file."""
     try:
-        return read_logged(metrics) if isinstance(metrics, Path) else metrics.read()
+        return read()
     except FileNotFoundError:
         return LoggedMetrics(series={}, broken=())
