@@ -1,6 +1,6 @@
 """Rules of how episodes are sampled, kept and rewarded by length. See `validation`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rollgrad.application.settings.correction import correction_level, learns_from_stale, may_be_stale, off_policy
 from rollgrad.application.settings.derived import longest_reply, samples_per_rollout
@@ -108,7 +108,7 @@ def replay_problems(config: RLConfig) -> Iterator[str]:
 
 def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str]:
     """Yields the problems of reward shaping."""
-    reward, default = config.reward, RewardConfig()
+    reward = config.reward
     yield from _normalise_problems(reward)
     yield from _length_problems(config, plays=has_environment or config.agent.plays)
     if config.algo.mask_truncated and reward.stop_properly_penalty_coef is not None:
@@ -128,7 +128,7 @@ def shaping_problems(config: RLConfig, *, has_environment: bool) -> Iterator[str
     yield from _unshaped_problems(config) if "reward_parts" in traits.needs else ()
     yield from _unrewarded_problems(config) if "teacher" in traits.needs else ()
     yield from _negative_problems(config) if "rewards_from_0" in traits.needs else ()
-    by_length = [key for key in BY_LENGTH if getattr(reward, key) != getattr(default, key)]
+    by_length = _changed(reward, BY_LENGTH)
     if by_length and "greedy_baseline" in traits.needs:
         yield (
             f"reward.{by_length[0]} is set with algo.advantage.estimator {config.algo.advantage.estimator}, whose "
@@ -186,27 +186,31 @@ def _length_problems(config: RLConfig, *, plays: bool) -> Iterator[str]:
         )
 
 
+def _changed(reward: RewardConfig, keys: Iterable[str]) -> list[str]:
+    """Returns those of the settings `keys` that are not at their defaults."""
+    default = RewardConfig()
+    return [key for key in keys if getattr(reward, key) != getattr(default, key)]
+
+
 def _unshaped_problems(config: RLConfig) -> Iterator[str]:
     """Shaping of a sum of rewards with an estimator that reads the named ones."""
-    for key in SHAPING:
-        if getattr(config.reward, key) != getattr(RewardConfig(), key):
-            yield (
-                f"reward.{key} is {getattr(config.reward, key)} with algo.advantage.estimator "
-                f"{config.algo.advantage.estimator}, which normalises each named reward apart and never sees their "
-                f"sum, which is what would be changed: leave --reward.{key} out, and return what it is for as one more "
-                "named reward of the reward function."
-            )
+    for key in _changed(config.reward, SHAPING):
+        yield (
+            f"reward.{key} is {getattr(config.reward, key)} with algo.advantage.estimator "
+            f"{config.algo.advantage.estimator}, which normalises each named reward apart and never sees their "
+            f"sum, which is what would be changed: leave --reward.{key} out, and return what it is for as one more "
+            "named reward of the reward function."
+        )
 
 
 def _unrewarded_problems(config: RLConfig) -> Iterator[str]:
     """Shaping of rewards with an estimator that reads none."""
-    for key in (*SHAPING, "weights"):
-        if getattr(config.reward, key) != getattr(RewardConfig(), key):
-            yield (
-                f"reward.{key} is {getattr(config.reward, key)} with algo.advantage.estimator "
-                f"{config.algo.advantage.estimator}, which learns from the teacher and never sees a reward: leave "
-                f"--reward.{key} out."
-            )
+    for key in _changed(config.reward, (*SHAPING, "weights")):
+        yield (
+            f"reward.{key} is {getattr(config.reward, key)} with algo.advantage.estimator "
+            f"{config.algo.advantage.estimator}, which learns from the teacher and never sees a reward: leave "
+            f"--reward.{key} out."
+        )
 
 
 def _negative_problems(config: RLConfig) -> Iterator[str]:
