@@ -37,6 +37,7 @@ from rollgrad.entrypoints.composition.rl.extensions import load_extension
 from rollgrad.entrypoints.description import flat_settings, reward_fingerprint
 from rollgrad.entrypoints.dry_run import scoring_file_problems
 from rollgrad.entrypoints.judged_rows import Made, check_sight, judged_rows
+from rollgrad.entrypoints.kinds import settle
 from rollgrad.entrypoints.library import container_with
 from rollgrad.entrypoints.progress import progress
 from rollgrad.entrypoints.training import run_interruptibly
@@ -94,6 +95,7 @@ def generate(
     def chosen(kept: Sequence[int]) -> Sequence[int]:
         return kept if rows is None else rows
 
+    settle(config)
     return generate_chosen(
         config, out, choose=chosen, seed=config.train.seed, logprobs=logprobs, retry_failed=retry_failed, **adapters
     )

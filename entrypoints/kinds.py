@@ -19,7 +19,8 @@ def settle(run: attrs.AttrsInstance) -> None:
     text, a list a tuple, and another spelling of a choice the canonical one.
 
     Raises:
-        ConfigurationError: values are of a wrong type, or no choices of their settings; one sentence for each.
+        ConfigurationError: values are of a wrong type, or no choices of their settings; one sentence for each. Or these
+            are no settings.
 
     >>> from pathlib import Path
     >>> from rollgrad.application.settings.run import RLConfig
@@ -29,6 +30,12 @@ def settle(run: attrs.AttrsInstance) -> None:
     >>> config.data.prompt_dataset
     'sums.jsonl'
     """
+    if not attrs.has(type(run)):
+        raise ConfigurationError(
+            f"The settings are a {type(run).__name__}, but an object holds them: rollgrad.load_config('FILE.yaml') "
+            "reads it from a file, and rollgrad.RLConfig(), rollgrad.SFTRun() and their like make one with the "
+            "defaults."
+        )
     raise_together([ConfigurationError(problem) for problem in [*_type_problems(run, ""), *choice_problems(run)]])
 
 

@@ -137,8 +137,8 @@ def _evaluate(
     **adapters: Any,
 ) -> tuple[dict[str, float], PromptScores]:
     """Returns the metrics of `evaluate`, and the scores that they are of."""
-    config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is, which training changes
     load_extension(config)
+    config = evolve(config, actor=evolve(config.actor, lora=LoraConfig()))  # the model as it is, which training changes
     validate_evaluation(
         config,
         has_reward=reward is not None,
@@ -205,10 +205,11 @@ def container_with(
         place.override(
             providers.Singleton(make, providers.Object(rows), config, container.codec, container.environment)
         )
-    elif rows is not None and function != "train":
+    elif isinstance(rows, list) or (rows is not None and function != "train"):
         raise ConfigurationError(
             f"prompts are a {type(rows).__name__} without rows that can be read one by one, but {function}() takes a "
-            "list of mappings, of one at least, or a datasets.Dataset."
+            "list of mappings, of one at least, such as [{'input': 'What is 3 + 4?', 'label': '7'}], or a "
+            "datasets.Dataset."
         )
     check_brought(adapters, trains=function == "train")
     give(container, adapters, function)

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from rollgrad.domain.errors import ConfigurationError
 from rollgrad.domain.ports.closing import AsyncClosable, Closable
 from rollgrad.entrypoints.composition.injection import containers, providers
+from rollgrad.entrypoints.names.suggestions import nearest
 
 CLOSED = ("engine", "sink", "tool_box", "server")
 """Adapters that hold connections, threads or files of one run. The run closes them, even those that the caller made.
@@ -59,8 +60,9 @@ def give(container: containers.DeclarativeContainer, adapters: Mapping[str, Any]
     """
     for name, adapter in adapters.items():
         if name not in container.providers:
-            known = ", ".join(sorted(container.providers))
-            raise ConfigurationError(f"{function}() has no adapter called {name!r}; the known ones are {known}.")
+            similar = nearest(name, sorted(container.providers))
+            known = f"did you mean {similar}?" if similar else f"the known ones are {', '.join(container.providers)}."
+            raise ConfigurationError(f"{function}() has no argument called {name!r}: {known}")
         container.providers[name].override(given(adapter) if name in CLOSED else providers.Object(adapter))
 
 

@@ -148,7 +148,9 @@ class Env:
     ("brought", "message"),
     [
         ({"prompts": iter(())}, "prompts is a tuple_iterator, which has no take, __len__, state_dict, load_state_dict"),
-        ({"prompts": ["3+4?"]}, "prompts is a list, which has no take"),
+        ({"prompts": ["3+4?"]}, r"prompts are a list without rows .* list of mappings, of one at least, such as \[\{"),
+        ({"rewards": letters}, r"train\(\) has no argument called 'rewards': did you mean reward\?"),
+        ({"nothing": letters}, r"train\(\) has no argument called 'nothing': the known ones are .*\bsink\b"),
         (
             {"sink": FakeMetricSink},
             r"sink is the class FakeMetricSink: give an object of it, such as FakeMetricSink\(\)",
@@ -166,3 +168,20 @@ def test_what_lacks_something_is_refused_before_anything_is_loaded(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         rollgrad.train(settings(tiny_model_dir, tmp_path), **{"reward": letters, "prompts": ROWS, **brought})
+
+
+@pytest.mark.parametrize("settings", ["examples/sums.yaml", Path("examples/sums.yaml"), {"actor": {}}])
+@pytest.mark.parametrize(
+    "call",
+    [
+        rollgrad.train,
+        rollgrad.evaluate,
+        rollgrad.train_sft,
+        rollgrad.loop,
+        lambda config: rollgrad.generate(config, Path("replies.jsonl")),
+        lambda config: rollgrad.score(config, Path("replies.jsonl"), Path("scored.jsonl")),
+    ],
+)
+def test_a_file_in_the_place_of_settings_is_refused(call: Any, settings: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^The settings are a \w+, but .* rollgrad\.load_config"):
+        call(settings)
