@@ -436,7 +436,7 @@ def ppo_colocated(config: RLConfig, reward_model: str) -> dict[str, Any]:
     config.algo.advantage.estimator = "gae"
     config.algo.kl = KLSettings(init_coef=0.01)  # whose reference stays as it is, in a process of its own
     config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 1
-    config.reward.model_name_or_path, config.reward.timeout, config.reward.num_gpus_per_node = reward_model, 300, 2
+    config.reward.model_name_or_path, config.reward.timeout, config.reward.num_gpus_per_node = reward_model, 300, 1
     config.train.colocate_all = config.train.optimizer_sleeps = True
     config.train.profile_steps = STEPS - 1
     config.ds.zero_stage = 3
@@ -499,7 +499,7 @@ def test_every_pipeline_trains_with_vllm_and_goes_on_when_it_loses_what_is_not_t
         replies = [RewardInput(text="", token_ids=tuple(each.token_ids_T.tolist())) for each in played]
         wanted = [score for score, _ in cluster.reward_model(str(reward_model_dir)).judge(replies)]
         assert [each.reward for each in played] == pytest.approx(wanted, abs=1e-4)
-        models = {"run", "actor-0", "actor-1", "critic-0", "reference-0", "reward-0", "reward-1"}
+        models = {"run", "actor-0", "actor-1", "critic-0", "reference-0", "reward-0"}
         last = Path(config.ckpt.output_dir) / "profile" / f"step-{STEPS:06d}"
         assert traced(last) == models | {"engine-0-vllm-0"}, "also of the engine in the lost one's place"
     else:
