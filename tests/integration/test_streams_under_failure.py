@@ -156,6 +156,7 @@ async def stream(http: httpx2.AsyncClient, number: int) -> Reply:
 
 
 @pytest.mark.chaos
+@pytest.mark.wide
 async def test_each_of_two_hundred_streams_is_whole_and_its_own(tmp_path: Path) -> None:
     await played(Models(Path(save_tiny_vlm("qwen2_5_vl", tmp_path, positions=1024))))
 
