@@ -196,6 +196,7 @@ def container_with(
         container.environment.override(providers.Object(environment))
     if reward is not None:
         container.reward.override(given(brought_reward(reward, config)))
+        container.reward_replaced.override(providers.Object(True))
     rows = adapters.get("prompts")
     if is_rows(rows):
         adapters = {name: adapter for name, adapter in adapters.items() if name != "prompts"}
@@ -203,7 +204,9 @@ def container_with(
             (container.prompts, make_row_source) if function == "train" else (container.eval_prompts, make_eval_rows)
         )
         place.override(
-            providers.Singleton(make, providers.Object(rows), config, container.codec, container.environment)
+            providers.Singleton(
+                make, providers.Object(rows), container.rows_config, container.codec, container.environment
+            )
         )
     elif isinstance(rows, list) or (rows is not None and function != "train"):
         raise ConfigurationError(

@@ -75,6 +75,7 @@ from rollgrad.entrypoints.composition.rl.data import (
     make_eval_gym,
     make_gym_source,
     make_rollouts,
+    make_rows_config,
 )
 from rollgrad.entrypoints.composition.rl.executors import (
     executor_kind,
@@ -109,14 +110,16 @@ class RLContainer(RewardContainer):
     """All objects of a run; `config` is the validated `RLConfig`."""
 
     environment: providers.Object[Any] = providers.Object(None)
+    reward_replaced: providers.Object[bool] = providers.Object(False)
+    rows_config = providers.Callable(make_rows_config, base.config, reward_replaced)
     prompts = providers.Selector(
         providers.Callable(dataset_kind, base.config.provided.data.prompt_dataset),
-        dataset=providers.Singleton(make_dataset_source, base.config, base.codec, environment),
+        dataset=providers.Singleton(make_dataset_source, rows_config, base.codec, environment),
         reasoning_gym=providers.Singleton(make_gym_source, base.config, base.codec, environment),
     )
     eval_prompts = providers.Selector(
         providers.Callable(dataset_kind, base.config.provided.eval.dataset),
-        dataset=providers.Singleton(make_eval_dataset, base.config, base.codec, environment),
+        dataset=providers.Singleton(make_eval_dataset, rows_config, base.codec, environment),
         reasoning_gym=providers.Singleton(make_eval_gym, base.config, base.codec, environment),
         none=providers.List(),
     )

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import structlog
+from attrs import evolve
 
 from rollgrad.adapters.chat.template_codec import TemplateCodec
 from rollgrad.adapters.data.datasets.loading import load_dataset
@@ -35,6 +36,15 @@ def dataset_kind(spec: str | None) -> str:
     if spec is None:
         return "none"
     return "reasoning_gym" if spec.startswith(REASONING_GYM) else "dataset"
+
+
+def make_rows_config(config: RLConfig, reward_replaced: bool) -> RLConfig:
+    """Returns the settings by which rows become prompts: without those of a reward that a caller's has replaced, for
+    which the rows need no labels."""
+    if not reward_replaced:
+        return config
+    unset: dict[str, Any] = dict.fromkeys(["judge_rubric_key", *dict(config.reward.sources)])
+    return evolve(config, reward=evolve(config.reward, **unset))
 
 
 def make_rollouts(config: RLConfig, prompts: PromptSource) -> int:

@@ -1,6 +1,7 @@
 """Objects that a caller brings in the place of the run's own adapters."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 import rollgrad
-from rollgrad.domain.errors import CheckpointError, ConfigurationError
+from rollgrad.application.settings.sections.reward import Verifier
+from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.composition.brought import PORTS, check_brought
 from rollgrad.entrypoints.inputs import check_inputs
 from rollgrad.entrypoints.library import container_with
@@ -54,6 +56,27 @@ def test_prompts_may_be_rows(kind: str, tiny_model_dir: Path, tmp_path: Path) ->
     assert {(prompt.messages[0]["content"], prompt.label) for prompt in prompts.take(4)} == {
         (row["question"], row["answer"]) for row in ROWS
     }
+
+
+@pytest.mark.parametrize("function", ["train", "evaluate"])
+@pytest.mark.parametrize("rows", ["brought", "file"])
+def test_a_reward_of_the_callers_own_needs_no_labels_for_the_one_that_it_replaces(
+    function: str, rows: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """The verifier of the settings would refuse them."""
+    config = settings(tiny_model_dir, tmp_path)
+    config.reward.verifier = Verifier.LAST_NUMBER
+    wordy = [{"question": "Which letter is first?", "answer": "a"}, {"question": "Which is last?", "answer": "z"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in wordy))
+    config.data.prompt_dataset = config.eval.dataset = str(file)
+    config.data.input_key, config.data.label_key = "question", "answer"
+    brought: dict[str, Any] = {"prompts": wordy} if rows == "brought" else {}
+    for reward, refused in ((letters, False), (None, True)):
+        container = container_with(config, reward, None, brought, function)
+        prompts = container.prompts if function == "train" else container.eval_prompts
+        with pytest.raises(DataError, match="last_number compares with") if refused else nullcontext():
+            assert len(prompts()) == 2
 
 
 @pytest.mark.parametrize(("votes", "told"), [(False, ["1 of 2 held-out prompts of eval.dataset are in"]), (True, [])])
