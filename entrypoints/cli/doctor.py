@@ -167,15 +167,15 @@ def _show_machine(report: Report) -> list[machine.Gpu]:
 
 
 def _show_packages(report: Report, asked: Requirements | None, gpus: Sequence[machine.Gpu]) -> None:
-    tested = {} if asked is None else {package.name: package.wanted for package in asked.required}
+    allowed = {} if asked is None else {package.name: package.wanted for package in asked.required}
     python = "" if asked is None else asked.python
     report.fact("python", platform.python_version(), "Python", _versions(platform.python_version(), python))
     cuda, torch, transformers = torch_build("cuda"), version("torch"), version("transformers")
     build = f", built for CUDA {cuda}" if cuda else ", built without CUDA"
     facts = {"version": torch, "cuda": cuda, "gpus": [{"name": g.name, "memory_bytes": g.memory_bytes} for g in gpus]}
-    report.fact("torch", facts, "torch", _versions(torch, tested.get("torch", "")) + (build if torch else ""))
-    tested_transformers = tested.get("transformers", "")
-    report.fact("transformers", transformers, "transformers", _versions(transformers, tested_transformers))
+    report.fact("torch", facts, "torch", _versions(torch, allowed.get("torch", "")) + (build if torch else ""))
+    allowed_transformers = allowed.get("transformers", "")
+    report.fact("transformers", transformers, "transformers", _versions(transformers, allowed_transformers))
     if (slow := machine.compiled_each_time()) is not None:
         report.warning(slow)
     if asked is None:
@@ -271,10 +271,10 @@ def _import_failure(module: str) -> str | None:
     return f"importing {module} fails: {last_line}"
 
 
-def _versions(found: str | None, tested: str) -> str:
+def _versions(found: str | None, allowed: str) -> str:
     if found is None:
         return "not installed"
-    return f"{found} (tested: {tested})" if tested else found
+    return f"{found} (allowed: {allowed})" if allowed else found
 
 
 def _install(extras: str) -> str:

@@ -48,7 +48,8 @@ def show_result(output_dir: str, result: "TrainResult", *, console: bool) -> Non
         show_metrics("Evaluation", columns)
     named = Path(output_dir)  # as the settings have it: the result's is absolute
     if result.interrupted:
-        sys.stderr.write(f"interrupted after {result.steps} steps; what was trained is in {named}\n")
+        steps = f"{result.steps} step{'' if result.steps == 1 else 's'}"
+        sys.stderr.write(f"interrupted after {steps}; what was trained is in {named}\n")
     sys.stdout.write(f"{named / result.report.name if result.report else named}\n")
     sys.stdout.flush()
     sys.stderr.writelines(f"warning: {finding}\n" for finding in result.findings)

@@ -247,7 +247,7 @@ def test_it_ends_with_what_can_run_here(capsys: pytest.CaptureFixture[str]) -> N
         assert f"\n  {name}" in text
     for extra in set(asked.extras) - doctor.NOT_TRIED:
         assert f"  [{extra}]" in text
-    assert "tested: " in text
+    assert "(allowed: " in text
 
 
 def test_it_says_how_weights_reach_engines_beside_gpus(
