@@ -14,7 +14,7 @@ from attrs import AttrsInstance, asdict, evolve, field, frozen
 
 from rollgrad.adapters.checkpoints.files import make_writable
 from rollgrad.adapters.checkpoints.hub import check_upload, upload_model
-from rollgrad.adapters.checkpoints.names import METRICS_FILE
+from rollgrad.adapters.checkpoints.names import METRICS_FILE, TRAINING_STATE, numbered
 from rollgrad.adapters.system.event_loop import run_to_end
 from rollgrad.adapters.system.stop_signals import deaf, heeding_signals
 from rollgrad.adapters.tracking.metrics_file import Series, read_metrics
@@ -215,13 +215,24 @@ def _run_on_record(
             log.warning(sentence)
         before_run()
         on_save = _reporting(output_dir, title)
-        outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(on_save), container)))
+        try:
+            outcome, stopped_by = run_to_end(heeding_signals(closing(run.run(on_save), container)))
+        except KeyboardInterrupt:  # a second Ctrl-C, while the first one ends the run
+            _tell_broken_off(states)
+            raise
         if outcome.interrupted:
             until_reported.enter_context(deaf())
             record.interrupted(signal.Signals(stopped_by).name)
         elif outcome.enough is not None:
             record.finished(outcome.enough)
     return outcome, stopped_by
+
+
+def _tell_broken_off(states: Path) -> None:
+    """Says from where a run goes on whose end, in which it saves, was broken off."""
+    newest = numbered(states, TRAINING_STATE)
+    from_where = f"--ckpt.resume continues it from step {newest[0][0]}" if newest else "it has no training state"
+    log.warning(f"Ctrl-C broke off the end of the run, so that not all may be saved: {from_where}")
 
 
 def _finish(

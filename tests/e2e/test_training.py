@@ -198,7 +198,7 @@ RESUMABLE = {
 
 @pytest.mark.parametrize("flags", RESUMABLE.values(), ids=RESUMABLE)
 def test_a_resumed_run_is_the_run_that_was_never_interrupted(
-    workspace: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    workspace: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     in_background = ("--ckpt.state_steps", "2", "--ckpt.async_save") if "gae" in flags else ()
     flags = (*BITS, *flags, "--eval.dataset", "prompts.jsonl", "--eval.max_samples", "3")
@@ -214,6 +214,7 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(
     monkeypatch.setattr(SharedWeights, "push", interrupt)
     stated = (*flags, "--train.max_steps", "4", "--ckpt.state_steps", "2")
     assert train(*stated) == 130
+    assert "Ctrl-C broke off the end of the run, so that not all may be saved: --ckpt.resume" in capsys.readouterr().err
     monkeypatch.setattr(SharedWeights, "push", push)
     if in_background:  # the state that was written while a run went on
         for own in Path("out").glob("training_state_*"):
