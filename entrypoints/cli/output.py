@@ -83,7 +83,7 @@ def _shown(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         error = metrics.get(errors[name])
         if error is not None:
             text += f" ± {error:.2g}"
-            text += CLEAR if difference and abs(value) >= CLEAR_ERRORS * error else ""
+            text += CLEAR if difference and value and abs(value) >= CLEAR_ERRORS * error else ""
         yield name, text
 
 

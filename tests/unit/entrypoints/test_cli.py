@@ -47,15 +47,18 @@ def test_standard_errors_are_beside_what_they_are_of(capsys: pytest.CaptureFixtu
     """A difference of two of them or more has a mark, and one without an error has none."""
     first = {"eval/pass@1": 0.25, "eval/mean@2": 0.5, "eval/pass@1_stderr": 0.0625, "eval/mean_stderr": 0.123}
     better = {"eval/pass@1_difference": 0.125, "eval/pass@1_difference_stderr": 0.0625}
+    same = {"eval/pass@1_difference": 0.0, "eval/pass@1_difference_stderr": 0.0}
     chance = {"eval/mean_difference": -0.125, "eval/mean_difference_stderr": 0.07, "eval/x_stderr": 3.0}
-    show_metrics("held-out", {"a": first, "b": first | better | chance, "c": {"eval/pass@1_difference": 0.5}})
+    show_metrics(
+        "held-out", {"a": first, "b": first | better | chance, "c": {"eval/pass@1_difference": 0.5}, "d": same}
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")] == [
-        ["eval/pass@1", "0.25 ± 0.062", "0.25 ± 0.062", ""],
-        ["eval/mean@2", "0.5 ± 0.12", "0.5 ± 0.12", ""],
-        ["eval/pass@1_difference", "", "+0.125 ± 0.062 *", "+0.5"],
-        ["eval/mean_difference", "", "-0.125 ± 0.07", ""],
-        ["eval/x_stderr", "", "3", ""],
+        ["eval/pass@1", "0.25 ± 0.062", "0.25 ± 0.062", "", ""],
+        ["eval/mean@2", "0.5 ± 0.12", "0.5 ± 0.12", "", ""],
+        ["eval/pass@1_difference", "", "+0.125 ± 0.062 *", "+0.5", "+0 ± 0"],
+        ["eval/mean_difference", "", "-0.125 ± 0.07", "", ""],
+        ["eval/x_stderr", "", "3", "", ""],
     ]
     assert lines[-1] == "* a difference of two standard errors or more, which is seldom chance"
 
