@@ -1,5 +1,6 @@
 """Models load ready to use: packed, or padded where they cannot be packed, or they are refused."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,16 @@ def test_a_refusal_names_the_setting_that_named_the_model(flag: str, tmp_path: P
     assert str(caught.value).startswith(f"{flag} is ")
     assert FLAG not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_model_s_shapes_are_named_as_such(tmp_path: Path) -> None:
+    """What transformers says of them is an argument that nobody has set."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps({**settings, "intermediate_size": settings["intermediate_size"] + 2}))
+    with pytest.raises(CheckpointError, match="the files have weights of other shapes than its"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("left_out", ["lm_head.weight", "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"])
