@@ -1,12 +1,11 @@
 """Commands of verl that lack nothing, translated."""
 
-from operator import attrgetter
 from typing import Any
 
 from rollgrad.entrypoints.cli.translated import problems
-from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.translation.draft import TranslatedRun
 from rollgrad.entrypoints.verl.command import translate_command
+from tests.translated_settings import settings_of
 
 LEAST = ("data.train_files=d.parquet", "actor_rollout_ref.model.path=m", "trainer.logger=[console]")
 SFT_LEAST = ("data.train_files=t.parquet", "trainer.logger=[console]")
@@ -25,16 +24,8 @@ def translated(*overrides: str) -> TranslatedRun:
     return result
 
 
-def settings_of(result: TranslatedRun) -> dict[str, Any]:
-    return {name: attrgetter(name)(result.run) for name in setting_names(type(result.run))}
-
-
 def settings(*overrides: str) -> dict[str, Any]:
     return settings_of(translated(*overrides))
-
-
-def holds(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    return {name: found[name] for name in expected} == expected
 
 
 def notes(*overrides: str) -> str:

@@ -2,7 +2,6 @@
 
 import shlex
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.openrlhf import examples
 from rollgrad.entrypoints.openrlhf.command import translate_command
 from rollgrad.entrypoints.translation.draft import TranslatedRun
+from tests.translated_settings import holds, settings_of
 
 LEAST = ("--pretrain", "m", "--dataset", "d.jsonl")
 
@@ -39,12 +39,7 @@ def translated(module: str, *flags: str, launcher: tuple[str, ...] = ("deepspeed
 
 
 def settings(module: str, *flags: str, launcher: tuple[str, ...] = ("deepspeed", "--module")) -> dict[str, Any]:
-    run = translated(module, *flags, launcher=launcher).run
-    return {name: attrgetter(name)(run) for name in setting_names(type(run))}
-
-
-def holds(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    return {name: found[name] for name in expected} == expected
+    return settings_of(translated(module, *flags, launcher=launcher))
 
 
 # The tables.

@@ -14,18 +14,8 @@ from rollgrad.entrypoints.cli.translated import problems
 from rollgrad.entrypoints.names.names_of_verl_sft import SFT
 from rollgrad.entrypoints.translation.draft import TranslatedRun
 from rollgrad.entrypoints.verl.command import translate_command
-from tests.verl_overrides import (
-    ACTOR,
-    GROUP,
-    LEAST,
-    ROLLOUT,
-    SFT_LEAST,
-    holds,
-    notes,
-    settings,
-    settings_of,
-    translated,
-)
+from tests.translated_settings import holds, settings_of
+from tests.verl_overrides import ACTOR, GROUP, LEAST, ROLLOUT, SFT_LEAST, notes, settings, translated
 
 COMMANDS = Path(__file__).with_name("verl_commands.txt").read_text().split("\n\n")
 """Commands with the settings of verl's launch scripts: GRPO and PPO on GSM8K, DAPO, several turns, Megatron, images."""

@@ -6,7 +6,8 @@ import pytest
 
 from rollgrad.entrypoints.cli.main import main
 from rollgrad.entrypoints.verl.command import translate_command
-from tests.verl_overrides import ACTOR, LEAST, ROLLOUT, TAUGHT, TEACHER, TEACHING, holds, notes, settings, settings_of
+from tests.translated_settings import holds, settings_of
+from tests.verl_overrides import ACTOR, LEAST, ROLLOUT, TAUGHT, TEACHER, TEACHING, notes, settings
 
 
 def test_the_grammar_of_hydra() -> None:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from rollgrad.entrypoints.verl.command import translate_command
-from tests.verl_overrides import ACTOR, GROUP, LEAST, ROLLOUT, TAUGHT, TEACHING, holds, notes, settings, translated
+from tests.translated_settings import holds
+from tests.verl_overrides import ACTOR, GROUP, LEAST, ROLLOUT, TAUGHT, TEACHING, notes, settings, translated
 
 
 def test_the_defaults_of_verl_count() -> None:

@@ -12,7 +12,8 @@ from rollgrad.entrypoints.config_io import setting_names
 from rollgrad.entrypoints.names.flags import Program
 from rollgrad.entrypoints.names.names_of_verl_sft import SFT
 from rollgrad.entrypoints.verl.command import translate_command
-from tests.verl_overrides import SFT_LEAST, holds, settings_of
+from tests.translated_settings import holds, settings_of
+from tests.verl_overrides import SFT_LEAST
 
 
 def fine_tuned(module: str, *overrides: str, launcher: tuple[str, ...] = ("torchrun", "-m")) -> dict[str, Any]:
