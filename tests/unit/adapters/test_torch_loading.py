@@ -163,7 +163,7 @@ def test_a_refusal_names_the_setting_that_named_the_model(flag: str, tmp_path: P
 
 
 def test_weights_of_another_model_s_shapes_are_named_as_such(tmp_path: Path) -> None:
-    """What transformers says of them is an argument that nobody has set."""
+    """transformers names an argument that nobody has set."""
     tiny_model("llama").save_pretrained(tmp_path)
     config = tmp_path / "config.json"
     settings = json.loads(config.read_text())
