@@ -528,6 +528,17 @@ def test_a_cache_that_cannot_be_written_is_not_taken_for_a_broken_file(
         load(jsonl(tmp_path / "sums.jsonl"))
 
 
+def test_a_home_that_is_not_there_is_not_taken_for_a_broken_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file" / "home" / ".cache" / "datasets")
+    with pytest.raises(DataError, match=r"sums.jsonl cannot be read .* set HF_HOME to a directory with room to write"):
+        load(jsonl(tmp_path / "sums.jsonl"))
+
+
 def test_the_hub_out_of_reach_is_one_sentence() -> None:
     with pytest.raises(DataError, match=r"no-such-owner/no-such-set .*hub cannot be reached"):
         load("no-such-owner/no-such-set@main")
