@@ -387,9 +387,8 @@ def _root(error: BaseException) -> BaseException:
 def _one_line(error: BaseException) -> str:
     import datasets
 
-    words = " ".join(f"{type(error).__name__}: {error}".split())
-    cache, place = Path(datasets.config.HF_DATASETS_CACHE), getattr(error, "filename", None)
-    cannot_be_made = isinstance(place, str) and cache.is_relative_to(place)  # HOME=/nonexistent, say
-    if getattr(error, "errno", None) in (errno.EROFS, errno.ENOSPC) or cannot_be_made or str(cache) in words:
+    cache, words = Path(datasets.config.HF_DATASETS_CACHE), " ".join(f"{type(error).__name__}: {error}".split())
+    unmade = isinstance(error, OSError) and cache.is_relative_to(str(error.filename))  # HOME=/nonexistent, say
+    if unmade or getattr(error, "errno", None) in (errno.EROFS, errno.ENOSPC) or str(cache) in words:
         return f"{words}: it is kept in the cache of datasets, so set HF_HOME to a directory with room to write"
     return words
