@@ -127,7 +127,7 @@ def play(codec: TemplateCodec, turns: int) -> tuple[InstantEngine, Terminal, flo
 
 def opening(codec: TemplateCodec) -> Prompt:
     rendered = codec.render(conversation())
-    return Prompt(token_ids=rendered.token_ids, text=rendered.text, messages=conversation())
+    return Prompt(token_ids=rendered.token_ids, text=rendered.text, messages=tuple(conversation()))
 
 
 def measure(codec: TemplateCodec, turns: int) -> Cost:

@@ -108,7 +108,7 @@ class TokenLedger:
             DataError: the template refuses the messages.
         """
         said = digests(messages, tools, role)
-        best = next((turn for digest in said[-2:0:-1] if (turn := self._that_said(digest, follows)) is not None), None)
+        best = self._longest_known(said[1:-1], follows)
         if best is not None:
             turn = self._turns[best]
             new = tuple(messages[len(turn.messages) :])
@@ -139,10 +139,14 @@ class TokenLedger:
             )
         )
 
-    def _that_said(self, conversation: bytes, follows: int | None) -> int | None:
-        """Returns the turn at the end of a conversation: `follows` if it is one of several, else the latest."""
-        turns = [index for index in self._same.get(conversation, ()) if not self._turns[index].dropped]
-        return follows if follows in turns else turns[-1] if turns else None
+    def _longest_known(self, said: Sequence[bytes], follows: int | None) -> int | None:
+        """Returns the turn at the end of the last of these conversations that is recorded: `follows` if it is one of
+        several, else the latest; None if none is."""
+        for conversation in reversed(said):
+            turns = [index for index in self._same.get(conversation, ()) if not self._turns[index].dropped]
+            if turns:
+                return follows if follows in turns else turns[-1]
+        return None
 
     def _with_history(self, prepared: Prepared) -> Prepared:
         """Returns a prompt with what is known of the tokens of its parent, with which it begins."""
