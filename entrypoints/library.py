@@ -196,7 +196,8 @@ def container_with(
         container.environment.override(providers.Object(environment))
     if reward is not None:
         container.reward.override(given(brought_reward(reward, config)))
-        container.reward_replaced.override(providers.Object(True))
+        # What is generated is judged later, by the reward of the settings.
+        container.reward_replaced.override(providers.Object(function != "generate"))
     rows = adapters.get("prompts")
     if is_rows(rows):
         adapters = {name: adapter for name, adapter in adapters.items() if name != "prompts"}

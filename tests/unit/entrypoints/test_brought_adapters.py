@@ -9,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 import rollgrad
+from rollgrad.adapters.rewards.none import NoReward
 from rollgrad.application.settings.sections.reward import Verifier
 from rollgrad.domain.errors import CheckpointError, ConfigurationError, DataError
 from rollgrad.entrypoints.composition.brought import PORTS, check_brought
@@ -72,9 +73,10 @@ def test_a_reward_of_the_callers_own_needs_no_labels_for_the_one_that_it_replace
     config.data.prompt_dataset = config.eval.dataset = str(file)
     config.data.input_key, config.data.label_key = "question", "answer"
     brought: dict[str, Any] = {"prompts": wordy} if rows == "brought" else {}
-    for reward, refused in ((letters, False), (None, True)):
-        container = container_with(config, reward, None, brought, function)
-        prompts = container.prompts if function == "train" else container.eval_prompts
+    judged_later: tuple[Any, ...] = (NoReward(), True, "generate")
+    for reward, refused, by in ((letters, False, function), (None, True, function), judged_later):
+        container = container_with(config, reward, None, brought, by)
+        prompts = container.eval_prompts if function == "evaluate" else container.prompts
         with pytest.raises(DataError, match="last_number compares with") if refused else nullcontext():
             assert len(prompts()) == 2
 
