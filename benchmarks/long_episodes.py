@@ -14,42 +14,32 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from attrs import frozen
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rollgrad.adapters.chat.template_codec import TemplateCodec
-from rollgrad.application.episodes.multi_turn import MultiTurnExecutor
-from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
-from rollgrad.domain.episodes.messages import Action, Message
-from rollgrad.domain.episodes.prompts import Prompt
-from rollgrad.domain.ports.agent_executor import EpisodeRequest
-from rollgrad.domain.ports.environment import StepResult
-from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+from smollm2 import MODEL, unpack_smollm2  # noqa: E402
 
-MODEL = ".models/SmolLM2-135M-Instruct"
+from benchmarks.smoke import HELP, smoke_model  # noqa: E402
+from rollgrad.adapters.chat.template_codec import TemplateCodec  # noqa: E402
+from rollgrad.adapters.models.torch.loading.loading import load_tokenizer  # noqa: E402
+from rollgrad.application.episodes.multi_turn import MultiTurnExecutor  # noqa: E402
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason  # noqa: E402
+from rollgrad.domain.episodes.messages import Action, Message  # noqa: E402
+from rollgrad.domain.episodes.prompts import Prompt  # noqa: E402
+from rollgrad.domain.ports.agent_executor import EpisodeRequest  # noqa: E402
+from rollgrad.domain.ports.environment import StepResult  # noqa: E402
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine  # noqa: E402
+
 TURNS = (25, 50, 100, 200)
 SMOKE_TURNS = (2, 4)
 REPLY_WORDS, ANSWER_WORDS, PROMPT_WORDS = 120, 220, 800
-WORDS = (
-    "the",
-    "file",
-    "function",
-    "returns",
-    "value",
-    "error",
-    "line",
-    "test",
-    "import",
-    "def",
-    "class",
-    "self",
-    "for",
-)
+WORDS = ("the", "file", "function", "returns", "value", "error", "line", "test", "import", "class")
 
 
 def text(words: int, seed: int) -> str:
@@ -145,12 +135,12 @@ def measure(codec: TemplateCodec, turns: int) -> Cost:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="smallest sizes, to see that the script runs")
+    parser.add_argument("--smoke", action="store_true", help=HELP)
     smoke = parser.parse_args().smoke
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
-    codec = TemplateCodec(tokenizer)
+    if not smoke:
+        unpack_smollm2()
+    with smoke_model() if smoke else nullcontext(MODEL) as model:
+        codec = TemplateCodec(load_tokenizer(str(model), flag="MODEL"))
     play(codec, 2)  # imports and caches
     costs = [measure(codec, turns) for turns in (SMOKE_TURNS if smoke else TURNS)]
     table = Table("turns", "tokens", "ms a turn", "ms a turn, all anew", "MiB of an episode")

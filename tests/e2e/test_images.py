@@ -347,6 +347,8 @@ def test_a_reward_model_judges_the_images_of_rollouts(
 
 
 def test_a_reward_model_that_sees_otherwise_is_refused(workspace: Path, reward_model: Path, reader: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
     other, steps = workspace / "other", workspace / "steps"
     image_settings = json.loads((reward_model / "processor_config.json").read_text())["image_processor"]
     for folder, file, change in (
@@ -356,6 +358,8 @@ def test_a_reward_model_that_sees_otherwise_is_refused(workspace: Path, reward_m
         shutil.copytree(reward_model, folder)
         settings = json.loads((folder / file).read_text())
         (folder / file).write_text(json.dumps({**settings, **change}))
+    judge = AutoModelForSequenceClassification.from_pretrained(reader, num_labels=1)
+    judge.save_pretrained(reader)
     for folder, said in (
         (reader, "sees no images"),
         (other, "another vocabulary or another processor"),
