@@ -21,20 +21,21 @@ from attrs import frozen
 from rich.console import Console
 from rich.table import Table
 
+from rollgrad.adapters.chat.template_codec import TemplateCodec
+from rollgrad.adapters.models.torch.loading.loading import load_tokenizer
+from rollgrad.application.episodes.multi_turn import MultiTurnExecutor
+from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason
+from rollgrad.domain.episodes.messages import Action, Message
+from rollgrad.domain.episodes.prompts import Prompt
+from rollgrad.domain.ports.agent_executor import EpisodeRequest
+from rollgrad.domain.ports.environment import StepResult
+from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 from smollm2 import MODEL, unpack_smollm2  # noqa: E402
 
 from benchmarks.smoke import HELP, smoke_model  # noqa: E402
-from rollgrad.adapters.chat.template_codec import TemplateCodec  # noqa: E402
-from rollgrad.adapters.models.torch.loading.loading import load_tokenizer  # noqa: E402
-from rollgrad.application.episodes.multi_turn import MultiTurnExecutor  # noqa: E402
-from rollgrad.domain.episodes.generation import Generation, GenerationRequest, SamplingParams, StopReason  # noqa: E402
-from rollgrad.domain.episodes.messages import Action, Message  # noqa: E402
-from rollgrad.domain.episodes.prompts import Prompt  # noqa: E402
-from rollgrad.domain.ports.agent_executor import EpisodeRequest  # noqa: E402
-from rollgrad.domain.ports.environment import StepResult  # noqa: E402
-from rollgrad.domain.ports.rollout_engine import PauseMode, RolloutEngine  # noqa: E402
 
 TURNS = (25, 50, 100, 200)
 SMOKE_TURNS = (2, 4)
