@@ -229,7 +229,8 @@ def _schedule_kwargs(draft: Draft, kind: str) -> None:
         ConfigurationError: it is no number.
     """
     given = draft.mapping("lr_scheduler_kwargs")
-    floor = next((given.pop(name) for name in FLOORS.get(kind, ()) if name in given), None)
+    name = next((name for name in FLOORS.get(kind, ()) if name in given), None)
+    floor = None if name is None else given.pop(name)
     if given or floor is None:
         draft.lose("lr_scheduler_kwargs", "see --actor.lr_scheduler, --actor.min_lr_ratio and --actor.lr_decay_ratio")
         return
@@ -239,8 +240,7 @@ def _schedule_kwargs(draft: Draft, kind: str) -> None:
         raise ConfigurationError(
             f"{draft.options['lr_scheduler_kwargs']}: {floor} is no number: change --lr_scheduler_kwargs."
         ) from None
-    absolute = "min_lr" in draft.mapping("lr_scheduler_kwargs")
-    draft.set("actor.min_lr_ratio", floor / draft.value("learning_rate") if absolute else floor)
+    draft.set("actor.min_lr_ratio", floor / draft.value("learning_rate") if name == "min_lr" else floor)
 
 
 def samples_per_step(draft: Draft) -> int:
